@@ -1,0 +1,231 @@
+"""A run's history as the coordinator remembers it, and the changes of which it is made. Pure: storage is elsewhere.
+
+Every change is stored durably before anybody is told of it, so a coordinator that restarts from the record knows
+everything that any worker may have acted upon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from recovery.types import NO_VERSION, Version
+
+COMMITTED = "committed"
+ABORTED = "aborted"
+OPEN = "open"
+
+KEPT_EPOCHS = 4096
+"""Epochs whose outcome is answered by name; whoever asks for an older one is made a joiner."""
+
+Voter = tuple[str, str]
+"""Worker id and incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettled:
+    """The first member's numerics id and layout digest became the run's."""
+
+    numerics_id: str
+    layout_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LineageBegun:
+    """``worker_id`` was chosen to begin ``version.lineage``; void unless a version of it is sealed later."""
+
+    version: Version
+    cause: str
+    parent: Version
+    lost_steps: int
+    worker_id: str
+    started_wall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOpened:
+    """A roster is about to be told: the number is used up for ever."""
+
+    epoch: int
+    version: Version
+    members: tuple[Voter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochClosed:
+    """The epoch's only outcome. ``voters`` of a commit hold the average of ``digest`` and may apply it."""
+
+    epoch: int
+    verdict: str
+    created: Version
+    digest: bytes
+    voters: tuple[Voter, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSealed:
+    """``fingerprint`` is what ``version`` is, for good."""
+
+    version: Version
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRecorded:
+    """Where a worker stood in its own data when it applied ``version``."""
+
+    worker_id: str
+    version: Version
+    tokens: int
+    position: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSet:
+    """An operator's wish: a drained worker is not chosen as donor."""
+
+    worker_id: str
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PauseSet:
+    """Why the run is paused; empty: it goes on."""
+
+    reason: str
+
+
+Change = (
+    RunSettled | LineageBegun | EpochOpened | EpochClosed | VersionSealed | PositionRecorded | DrainSet | PauseSet
+)
+
+
+@dataclass(slots=True)
+class EpochRecord:
+    """One epoch: who was in it, from which version, and how it ended."""
+
+    version: Version
+    members: tuple[Voter, ...]
+    verdict: str = OPEN
+    created: Version = NO_VERSION
+    digest: bytes = b""
+    voters: tuple[Voter, ...] = ()
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class HistoryRecord:
+    """Everything durable. Changed only by ``apply``; owned by one machine."""
+
+    run_id: str
+    generation: int = 1
+    """How often the history was opened; makes ids that never repeat across restarts."""
+    numerics_id: str = ""
+    layout_digest: bytes = b""
+    lineages: list[LineageBegun] = field(default_factory=list)
+    epochs: dict[int, EpochRecord] = field(default_factory=dict)
+    seals: dict[Version, bytes] = field(default_factory=dict)
+    positions: dict[str, PositionRecorded] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
+    paused: str = ""
+    last_epoch: int = 0
+    num_committed: int = 0
+    num_aborted: int = 0
+    sealed: Version = NO_VERSION
+    committed: Version = NO_VERSION
+    committed_epoch: int = 0
+    """The epoch that created ``committed``; zero: a lineage's beginning did."""
+
+    def apply(self, change: Change) -> None:
+        """Take in one change; the same change again alters nothing."""
+        match change:
+            case RunSettled():
+                self.numerics_id = change.numerics_id
+                self.layout_digest = change.layout_digest
+            case LineageBegun():
+                if change not in self.lineages:
+                    self.lineages.append(change)
+            case EpochOpened():
+                self.epochs.setdefault(change.epoch, EpochRecord(change.version, change.members))
+                self.last_epoch = max(self.last_epoch, change.epoch)
+                while len(self.epochs) > KEPT_EPOCHS:
+                    del self.epochs[next(iter(self.epochs))]
+            case EpochClosed():
+                self._close(change)
+            case VersionSealed():
+                self.seals.setdefault(change.version, change.fingerprint)
+                if change.version > self.sealed:
+                    self.sealed = change.version
+                if change.version > self.committed:
+                    self.committed = change.version
+                    self.committed_epoch = 0
+            case PositionRecorded():
+                known = self.positions.get(change.worker_id)
+                if known is None or change.version >= known.version:
+                    self.positions[change.worker_id] = change
+            case DrainSet():
+                (self.drained.add if change.drained else self.drained.discard)(change.worker_id)
+            case PauseSet():
+                self.paused = change.reason
+
+    def _close(self, change: EpochClosed) -> None:
+        epoch = self.epochs.get(change.epoch)
+        if epoch is None or epoch.verdict != OPEN:
+            return
+        epoch.verdict, epoch.created, epoch.digest = change.verdict, change.created, change.digest
+        epoch.voters, epoch.reason = change.voters, change.reason
+        if change.verdict == COMMITTED:
+            self.num_committed += 1
+            self.committed, self.committed_epoch = change.created, change.epoch
+        else:
+            self.num_aborted += 1
+
+    @property
+    def sealed_fingerprint(self) -> bytes:
+        """Fingerprint of the newest sealed version; empty: nothing is sealed."""
+        return self.seals.get(self.sealed, b"")
+
+    @property
+    def newest_lineage(self) -> int:
+        """The highest lineage number ever given out, void ones included; zero: none."""
+        return max((begun.version.lineage for begun in self.lineages), default=0)
+
+    @property
+    def unsealed_lineage(self) -> LineageBegun | None:
+        """The newest lineage if nothing of it is sealed yet."""
+        if self.lineages and self.lineages[-1].version.lineage > self.sealed.lineage:
+            return self.lineages[-1]
+        return None
+
+    def begun(self, lineage: int) -> LineageBegun | None:
+        """Return how ``lineage`` began, or None if this coordinator never began it."""
+        return next((begun for begun in self.lineages if begun.version.lineage == lineage), None)
+
+    def on_path(self, version: Version) -> bool:
+        """Return whether ``version`` is the committed version or one of its ancestors.
+
+        A step that a lineage left behind (a rollback, a resume from an older checkpoint) is not on the path, though
+        its number is lower than the newest.
+        """
+        tip = self.committed
+        while tip != NO_VERSION:
+            begun = self.begun(tip.lineage)
+            if version.lineage == tip.lineage:
+                return version.outer_step <= tip.outer_step and (
+                    begun is None or version.outer_step >= begun.version.outer_step
+                )
+            tip = begun.parent if begun is not None else NO_VERSION
+        return False
+
+
+def copy_of(record: HistoryRecord) -> HistoryRecord:
+    """Return an independent copy, as a restart would load it."""
+    return dataclasses.replace(
+        record,
+        lineages=list(record.lineages),
+        epochs={number: dataclasses.replace(epoch) for number, epoch in record.epochs.items()},
+        seals=dict(record.seals),
+        positions=dict(record.positions),
+        drained=set(record.drained),
+    )
