@@ -292,6 +292,8 @@ class Welcome(_message.Message):
     GATHER_MAX_WAIT_FIELD_NUMBER: _builtins.int
     MIN_PARTICIPANTS_FIELD_NUMBER: _builtins.int
     INNER_STEPS_PER_PHASE_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_VERSION_FIELD_NUMBER: _builtins.int
     sealed_fingerprint: _builtins.bytes
     current: _builtins.bool
     """True: this worker's state is the run's newest sealed state; it goes on training."""
@@ -300,10 +302,16 @@ class Welcome(_message.Message):
     min_participants: _builtins.int
     inner_steps_per_phase: _builtins.int
     """Inner steps of one phase, as the run was created with; zero: the workers' own affair."""
+    data_position: _builtins.bytes
+    """The data position that this worker id last reported at a committed boundary, and that boundary's version; empty
+    and absent: it never did. A replaced process goes on from there and neither repeats nor loses samples.
+    """
     @_builtins.property
     def sealed(self) -> _common_pb2.Version: ...
     @_builtins.property
     def gather_max_wait(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def data_position_version(self) -> _common_pb2.Version: ...
     def __init__(
         self,
         *,
@@ -314,10 +322,12 @@ class Welcome(_message.Message):
         gather_max_wait: _duration_pb2.Duration | None = ...,
         min_participants: _builtins.int = ...,
         inner_steps_per_phase: _builtins.int = ...,
+        data_position: _builtins.bytes = ...,
+        data_position_version: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gather_max_wait", b"gather_max_wait", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_position_version", b"data_position_version", "gather_max_wait", b"gather_max_wait", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_origin", b"awaiting_origin", "current", b"current", "gather_max_wait", b"gather_max_wait", "inner_steps_per_phase", b"inner_steps_per_phase", "min_participants", b"min_participants", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_origin", b"awaiting_origin", "current", b"current", "data_position", b"data_position", "data_position_version", b"data_position_version", "gather_max_wait", b"gather_max_wait", "inner_steps_per_phase", b"inner_steps_per_phase", "min_participants", b"min_participants", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +550,7 @@ class NoDonor(_message.Message):
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
     RESUME_FROM_DISK_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    RESUME_AT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     expected: _builtins.bool
     """True: a donor is expected (being restarted, or busy); ask again after `retry_after`."""
@@ -551,6 +562,10 @@ class NoDonor(_message.Message):
     """Position in the queue for a donor's slot; zero: not queued."""
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def resume_at(self) -> _common_pb2.Version:
+        """With `resume_from_disk`: the newest version that may be offered; absent: the newest that verifies."""
+
     def __init__(
         self,
         *,
@@ -559,10 +574,11 @@ class NoDonor(_message.Message):
         retry_after: _duration_pb2.Duration | None = ...,
         resume_from_disk: _builtins.bool = ...,
         queue_position: _builtins.int = ...,
+        resume_at: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resume_at", b"resume_at", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "queue_position", b"queue_position", "reason", b"reason", "resume_from_disk", b"resume_from_disk", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "queue_position", b"queue_position", "reason", b"reason", "resume_at", b"resume_at", "resume_from_disk", b"resume_from_disk", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -684,14 +700,16 @@ Global___DonorRate: _TypeAlias = DonorRate  # noqa: Y015
 
 @_typing.final
 class BecomeOrigin(_message.Message):
-    """The run has no history and this worker's initial state begins it."""
+    """The state that this worker holds begins a lineage: its initial state, the checkpoint that it offered, or the state that
+    an operator chose. It relabels that state as `version` and answers Applied with epoch zero.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.Version:
-        """Lineage 1, outer step 0."""
+        """At the run's very first start: lineage 1, outer step 0."""
 
     def __init__(
         self,
