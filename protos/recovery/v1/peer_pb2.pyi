@@ -712,20 +712,29 @@ class ProbeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
+    DIAL_BACK_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     payload: _builtins.bytes
+    """At most 1 MiB."""
     @_builtins.property
     def sender(self) -> _common_pb2.WorkerRef: ...
+    @_builtins.property
+    def dial_back(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Address]:
+        """Where the sender's own PeerService listens: the receiver probes the first of these that answers, and tells whether
+        one did. Empty: one way only. At most 8.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         sender: _common_pb2.WorkerRef | None = ...,
         payload: _builtins.bytes = ...,
+        dial_back: _abc.Iterable[_common_pb2.Address] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload", "run_id", b"run_id", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial_back", b"dial_back", "payload", b"payload", "run_id", b"run_id", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,7 +746,10 @@ class ProbeResponse(_message.Message):
 
     PAYLOAD_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
+    DIAL_BACK_FAILURE_FIELD_NUMBER: _builtins.int
     payload: _builtins.bytes
+    dial_back_failure: _builtins.str
+    """Why the receiver could not reach the sender; empty: it could, or was not asked to."""
     @_builtins.property
     def receiver(self) -> _common_pb2.WorkerRef: ...
     def __init__(
@@ -745,10 +757,11 @@ class ProbeResponse(_message.Message):
         *,
         payload: _builtins.bytes = ...,
         receiver: _common_pb2.WorkerRef | None = ...,
+        dial_back_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload", "receiver", b"receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial_back_failure", b"dial_back_failure", "payload", b"payload", "receiver", b"receiver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
