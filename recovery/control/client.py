@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import grpc
 
@@ -272,7 +273,7 @@ class CoordinatorClient:
         channel = open_channel(self.address, self._security, what="the coordinator")
         try:
             outbox = _Outbox(self._hello(), self._config)
-            call = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(outbox)
+            call: Any = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(outbox)
             with self._changed:
                 self._outbox, self._cancel = outbox, call.cancel
             outbox.on_silence = call.cancel
