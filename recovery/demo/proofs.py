@@ -1,0 +1,378 @@
+"""What the demo proved: a pure function from the record to a table. A proof that was not exercised is false."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recovery.demo.reports import COORDINATOR, DEMO, Entry, parse_cut, parse_version
+from recovery.types import Version
+
+Process = tuple[str, int]
+
+PEERS = "peers"
+DISK = "disk"
+ORIGIN = "origin"
+COMMITTED = "committed"
+ABORTED = "aborted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One line of the table."""
+
+    name: str
+    holds: bool
+    detail: str
+    """What was compared, or the first thing that is wrong."""
+
+
+class NotProved(Exception):
+    """A proof's claim is false, or nothing was seen that could show it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """How much had to happen for the proofs to mean anything."""
+
+    workers: int
+    outer_steps: int
+    num_learning_rates: int = 20
+
+
+class History:
+    """The record, sorted for the proofs."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = list(entries)
+        self.processes: list[Process] = []
+        for entry in entries:
+            if entry.kind == "started" and entry.source not in (COORDINATOR, DEMO):
+                self.processes.append(entry.process)
+
+    def of(self, kind: str, process: Process | None = None) -> list[Entry]:
+        """Return the entries of ``kind``, of one process if given, oldest first."""
+        return [e for e in self.entries if e.kind == kind and (process is None or e.process == process)]
+
+    def one(self, kind: str, what: str, matches: Callable[[Entry], bool] = lambda _: True) -> Entry:
+        """Return the last entry of ``kind`` that matches, or say that there is none."""
+        found = [entry for entry in self.of(kind) if matches(entry)]
+        if not found:
+            raise NotProved(f"never seen: {what}")
+        return found[-1]
+
+    def outer_digests(self, version: Version, *, besides: Process | None = None) -> dict[Process, str]:
+        """Return each process's digest of the outer state at ``version``."""
+        return {
+            e.process: e.text("outer_digest")
+            for e in self.entries
+            if e.kind in ("applied", "state") and e.process != besides and e.version == version
+        }
+
+    def live_restorations(self) -> list[Entry]:
+        """Return the states that came from peers while the run went on."""
+        return [entry for entry in self.of("state") if entry.text("source") == PEERS]
+
+    def at_epoch(self, processes: Sequence[Process], epoch: float) -> list[Entry]:
+        """Return what the processes reported of their inner state after ``epoch`` inner steps of the schedule."""
+        return [
+            e
+            for e in self.entries
+            if e.kind in ("inner", "state") and e.process in processes and e.number("epoch") == epoch
+        ]
+
+    def donors_of(self, state: Entry) -> list[Process]:
+        """Return the processes that gave this state: the launches of its donors that lived then."""
+        alive: dict[str, Process] = {}
+        for entry in self.entries:
+            if entry is state:
+                break
+            if entry.kind == "started":
+                alive[entry.source] = entry.process
+        return [alive[donor] for donor in state.texts("donors") if donor in alive]
+
+
+def examine(entries: Sequence[Entry], expectation: Expectation) -> list[Proof]:
+    """Return every proof, in the order of the table."""
+    history = History(entries)
+    proofs = []
+    for name, check in _CHECKS:
+        try:
+            proofs.append(Proof(name=name, holds=True, detail=check(history, expectation)))
+        except NotProved as failure:
+            proofs.append(Proof(name=name, holds=False, detail=str(failure)))
+    return proofs
+
+
+def _origin(history: History, expectation: Expectation) -> str:
+    origins = [e for e in history.of("LineageStarted") if e.text("cause") == ORIGIN]
+    if len(origins) != 1:
+        raise NotProved(f"{len(origins)} origins were named, not 1")
+    if origins[0].version != Version(1, 0):
+        raise NotProved(f"the origin began at {origins[0].version}, not L1.k0")
+    by_source = {source: 0 for source in (ORIGIN, PEERS)}
+    first = [f"worker-{index}" for index in range(expectation.workers - 1)]
+    for worker_id in first:
+        restored = history.of("StateRestored", (worker_id, 1))
+        if not restored:
+            raise NotProved(f"{worker_id} never got a state")
+        source = restored[0].text("source")
+        if source not in by_source:
+            raise NotProved(f"{worker_id} got its first state from {source}")
+        by_source[source] += 1
+    if by_source[ORIGIN] != 1:
+        raise NotProved(f"{by_source[ORIGIN]} of {len(first)} workers began as origin, not 1")
+    return f"1 origin by order, {by_source[PEERS]} others from it, live"
+
+
+def _sealed(history: History, expectation: Expectation) -> str:
+    diverged = history.of("FingerprintDiverged")
+    if diverged:
+        raise NotProved(f"{diverged[0].text('worker_id')} diverged at {diverged[0].text('version')}")
+    compared = 0
+    versions = {e.version: e for e in history.of("VersionSealed")}
+    if len(versions) < expectation.outer_steps:
+        raise NotProved(f"{len(versions)} versions were sealed, fewer than {expectation.outer_steps}")
+    for version in versions:
+        digests = history.outer_digests(version)
+        if len(set(digests.values())) > 1:
+            raise NotProved(f"digests differ at {version}: {_short(digests)}")
+        compared += len(digests)
+    unsealed = {e.version for e in history.of("applied")} - set(versions)
+    unfinished = [v for v in unsealed if any(later > v for later in versions if later.lineage == v.lineage)]
+    if unfinished:
+        raise NotProved(f"{min(unfinished)} was applied and never sealed")
+    if compared <= len(versions):
+        raise NotProved("no version was held by two workers")
+    return f"{len(versions)} sealed versions, {compared} states compared, all equal"
+
+
+def _survivors(history: History, expectation: Expectation) -> str:
+    """Each worker that took a step took the next one too, until it was killed; only the damaged one was replaced."""
+    outer_steps = 0
+    for process in history.processes:
+        outer_steps += _followed_every_step(history, process)
+    committed = [e for e in history.of("EpochEnded") if COMMITTED in e.text("verdict").lower()]
+    if len(committed) < expectation.outer_steps:
+        raise NotProved(f"{len(committed)} boundaries were committed, fewer than {expectation.outer_steps}")
+    applied = {e.version for e in history.of("applied")}
+    missing = [v for v in (Version(1, k) for k in range(1, expectation.outer_steps + 1)) if v not in applied]
+    if missing:
+        raise NotProved(f"nobody applied {missing[0]}")
+    return f"{len(committed)} boundaries, {outer_steps} outer steps of {len(history.processes)} processes, none left out"
+
+
+def _followed_every_step(history: History, process: Process) -> int:
+    """Return how many outer steps the process applied, each the one after the last."""
+    held: Version | None = None
+    trained_to_here = damaged = False
+    num_applied = 0
+    for entry in (e for e in history.entries if e.process == process):
+        if entry.kind == "applied":
+            if held is not None and entry.version != held.next():
+                raise NotProved(f"{process[0]} went from {held} to {entry.version}")
+            held, trained_to_here = entry.version, True
+            num_applied += 1
+        elif entry.kind == "flipped":
+            damaged = True
+        elif entry.kind == "state":
+            if trained_to_here and held != entry.version and not damaged:
+                raise NotProved(f"{process[0]} was left out of the boundary after {held}")
+            held, trained_to_here, damaged = entry.version, False, False
+        elif entry.kind == "killed":
+            others = [e.version for e in history.of("applied") if e.seconds < entry.seconds]
+            newest = max(others, default=None)
+            if held is not None and newest is not None and newest > held.next():
+                raise NotProved(f"{process[0]} still held {held} when the others had {newest}")
+    return num_applied
+
+
+def _aborted(history: History, expectation: Expectation) -> str:
+    ended = history.of("EpochEnded")
+    aborted = sum(1 for e in ended if ABORTED in e.text("verdict").lower())
+    committed = sum(1 for e in ended if COMMITTED in e.text("verdict").lower())
+    status = history.one("status", "the coordinator's own count")
+    before = [e for e in ended if e.seconds <= status.seconds]
+    counted = sum(1 for e in before if ABORTED in e.text("verdict").lower())
+    if status.number("aborted_epochs") not in (counted, aborted):
+        raise NotProved(f"the coordinator counts {status.number('aborted_epochs'):.0f} aborted, {counted} were seen")
+    if not committed:
+        raise NotProved("no epoch was seen to end")
+    return f"{aborted} aborted, {committed} committed; the coordinator's count agrees"
+
+
+def _state_equal(history: History, expectation: Expectation) -> str:
+    states = history.live_restorations()
+    needed = expectation.workers + 1  # the initial ones but the origin, the newcomer, the one that returned, the resync
+    if len(states) < needed:
+        raise NotProved(f"{len(states)} live recoveries were seen, fewer than {needed}")
+    for state in states:
+        peers = history.outer_digests(state.version, besides=state.process)
+        if not peers:
+            raise NotProved(f"nobody else was seen at {state.version}, where {state.source} joined")
+        wrong = [process for process, digest in peers.items() if digest != state.text("outer_digest")]
+        if wrong:
+            raise NotProved(f"{state.source} joined at {state.version} and differs from {wrong[0][0]}")
+        _donor_entry(history, state, "inner_digest", "inner optimizer")
+    return f"{len(states)} recoveries: outer state and inner optimizer equal the donor's"
+
+
+def _next_step(history: History, expectation: Expectation) -> str:
+    compared = 0
+    for state in history.live_restorations():
+        later = [e for e in history.of("applied", state.process) if e.seconds >= state.seconds]
+        if not later:
+            continue
+        step = later[0]
+        if not (step.number("momentum_norm") > 0 and step.number("outer_learning_rate") > 0):
+            raise NotProved(f"{step.source} took its step to {step.version} without momentum or learning rate")
+        peers = [e for e in history.of("applied") if e.version == step.version and e.process != step.process]
+        if not peers:
+            raise NotProved(f"{step.source} alone applied {step.version}")
+        for peer in peers:
+            for digest in ("outer_digest", "next_step_digest"):
+                if peer.text(digest) != step.text(digest) or not step.text(digest):
+                    raise NotProved(f"{digest} of {step.source} at {step.version} differs from {peer.source}'s")
+        compared += 1
+    if compared < expectation.workers + 1:
+        raise NotProved(f"{compared} recovered workers took a further step with others, fewer than {expectation.workers + 1}")
+    return f"{compared} recovered workers: the next step and one more, with the boundary's own pseudo-gradient, equal"
+
+
+def _learning_rates(history: History, expectation: Expectation) -> str:
+    states = history.live_restorations()
+    if not states:
+        raise NotProved("no live recovery was seen")
+    for state in states:
+        rates = state.numbers("learning_rates")
+        if len(rates) != expectation.num_learning_rates:
+            raise NotProved(f"{state.source} reported {len(rates)} learning rates, not {expectation.num_learning_rates}")
+        donor = _donor_entry(history, state, "learning_rates", f"next {len(rates)} learning rates")
+        used = [
+            e.numbers("learning_rates")[0]
+            for e in history.of("inner", state.process)
+            if e.seconds >= state.seconds and state.number("epoch") <= e.number("epoch")
+        ]
+        for index, rate in enumerate(used[: len(rates)]):
+            if rate != rates[index]:
+                raise NotProved(f"{state.source} used learning rate {rate} where its donor's is {rates[index]}")
+        if not used or donor.numbers("learning_rates")[0] <= 0:
+            raise NotProved(f"{state.source} took no inner step after it joined, or at a learning rate of zero")
+    distinct = len({state.numbers("learning_rates")[0] for state in states})
+    return f"{len(states)} recoveries, {distinct} different places of the schedule, next {len(rates)} rates equal"
+
+
+def _donor_entry(history: History, state: Entry, name: str, what: str) -> Entry:
+    """Return a donor's report of the same place of the schedule whose field ``name`` is equal."""
+    donors = history.donors_of(state)
+    candidates = [e for e in history.at_epoch(donors, state.number("epoch")) if e is not state]
+    if not candidates:
+        raise NotProved(
+            f"{state.source} joined after {state.number('epoch'):.0f} inner steps, where none of its donors "
+            f"({', '.join(donor for donor, _ in donors) or 'none'}) was seen"
+        )
+    for candidate in candidates:
+        if candidate.fields.get(name) == state.fields.get(name):
+            return candidate
+    raise NotProved(f"{state.source} joined at {state.text('cut') or state.version} with another {what} than its donor")
+
+
+def _killed_and_back(history: History, expectation: Expectation) -> str:
+    again = [process for process in history.processes if process == ("worker-0", 2)]
+    killed = [e for e in history.of("killed") if e.process == ("worker-0", 1)]
+    if not again or not killed:
+        raise NotProved("worker-0 was not killed and started again")
+    back = [e for e in history.of("state", again[0]) if e.text("source") == PEERS]
+    if not back:
+        raise NotProved("worker-0 did not get its state back from its peers")
+    meanwhile = {
+        e.version
+        for e in history.of("applied")
+        if killed[0].seconds < e.seconds < back[0].seconds and e.source != "worker-0"
+    }
+    if not meanwhile:
+        raise NotProved("the survivors committed no boundary while worker-0 was away")
+    gap = back[0].seconds - killed[0].seconds
+    return f"survivors committed {len(meanwhile)} boundaries meanwhile; back at {back[0].version} after {gap:.1f} s"
+
+
+def _verify_names(history: History, expectation: Expectation) -> str:
+    flipped = history.one("flipped", "bits flipped on purpose")
+    before = history.one("verified", "a verify before the flip", lambda e: e.text("when") == "before")
+    damaged = history.one("verified", "a verify after the flip", lambda e: e.text("when") == "damaged")
+    if before.texts("different"):
+        raise NotProved(f"verify named {before.texts('different')[0]} before anything was flipped")
+    chosen = sorted(f"outer_params/{name}" for name in flipped.texts("names"))
+    named = sorted(damaged.texts("different"))
+    if not chosen or named != chosen:
+        raise NotProved(f"flipped {', '.join(chosen) or 'nothing'}; verify named {', '.join(named) or 'nothing'}")
+    return f"none before; then exactly {', '.join(flipped.texts('names'))}"
+
+
+def _resync_heals(history: History, expectation: Expectation) -> str:
+    flipped = history.one("flipped", "bits flipped on purpose")
+    resynced = history.one("resynced", "a resync by RPC")
+    healed = history.one("verified", "a verify after the resync", lambda e: e.text("when") == "healed")
+    if healed.texts("different"):
+        raise NotProved(f"verify still names {', '.join(healed.texts('different'))}")
+    states = [e for e in history.of("state", flipped.process) if e.seconds > flipped.seconds]
+    if not states or states[0].text("source") != PEERS:
+        raise NotProved(f"{flipped.source} did not take its state from its peers")
+    sealed = [
+        e.version
+        for e in history.of("applied", flipped.process)
+        if e.seconds > resynced.seconds and len(history.outer_digests(e.version)) > 1
+    ]
+    if not sealed:
+        raise NotProved(f"{flipped.source} took part in no boundary after the resync")
+    return f"verify names none; {flipped.source} went on with the others at {sealed[0]}"
+
+
+def _resumed(history: History, expectation: Expectation) -> str:
+    lineage = history.one("LineageStarted", "a new lineage", lambda e: e.version.lineage == 2)
+    loaded = history.one("CheckpointLoaded", "a checkpoint loaded")
+    cut = parse_cut(loaded.text("cut"))
+    if lineage.version != Version(2, cut.version.outer_step):
+        raise NotProved(f"the checkpoint holds {cut}, the new lineage began at {lineage.version}")
+    if parse_version(lineage.text("parent")) != cut.version:
+        raise NotProved(f"the new lineage names {lineage.text('parent')} as its parent, not {cut.version}")
+    states = [e for e in history.of("state", loaded.process) if e.text("source") == DISK]
+    if not states:
+        raise NotProved(f"{loaded.source} did not take its state from disk")
+    before = history.outer_digests(cut.version, besides=loaded.process)
+    if not before or set(before.values()) != {states[0].text("outer_digest")}:
+        raise NotProved(f"the state from disk differs from what the workers held at {cut.version}")
+    if not any(e.version.lineage == 2 for e in history.of("VersionSealed")):
+        raise NotProved("no outer step was sealed after the resume")
+    lost = lineage.number("lost_steps")
+    newest = max((e.version for e in history.of("VersionSealed") if e.version.lineage == 1), default=cut.version)
+    if lost != newest.outer_step - cut.version.outer_step:
+        raise NotProved(f"{newest} was sealed and {cut.version} resumed, yet {lost:.0f} lost steps were recorded")
+    return f"{cut.version} from disk became {lineage.version}, bit-equal; {lost:.0f} lost step(s) recorded"
+
+
+def _nothing_left(history: History, expectation: Expectation) -> str:
+    left = history.one("children_ended", "the end of all child processes")
+    if left.number("running"):
+        raise NotProved(f"{left.number('running'):.0f} processes still run")
+    return f"{left.number('started'):.0f} processes started, all ended and reaped"
+
+
+_CHECKS: list[tuple[str, Callable[[History, Expectation], str]]] = [
+    ("origin by the coordinator's order, the others live", _origin),
+    ("fingerprints equal at every seal", _sealed),
+    ("every boundary committed with all survivors", _survivors),
+    ("aborted epochs counted", _aborted),
+    ("a joiner's state is bit-equal to its donor's at the cut", _state_equal),
+    ("the next step is bit-equal", _next_step),
+    ("the joiner's next 20 learning rates equal the donor's", _learning_rates),
+    ("killed worker came back live, the others went on", _killed_and_back),
+    ("verify named exactly the flipped tensors", _verify_names),
+    ("resync healed the worker", _resync_heals),
+    ("resumed from disk at the checkpoint's own step", _resumed),
+    ("no process left behind", _nothing_left),
+]
+
+
+def _short(digests: dict[Process, str]) -> str:
+    return ", ".join(f"{worker} {digest[:8]}" for (worker, _), digest in digests.items())
