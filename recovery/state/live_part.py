@@ -1,0 +1,108 @@
+"""One part as it stands in memory, and manifests made from such parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from protos.recovery.v1 import manifest_pb2
+from recovery.errors import UnsupportedLeaf
+from recovery.state.chunks import PartBytes, chunk_ranges
+from recovery.state.destination import raw
+from recovery.state.digest import digest_part, fingerprint
+from recovery.state.leaf import Leaf
+from recovery.state.manifest import ChunkSpec, Manifest, PartSpec, TensorSpec, specs_of
+from recovery.state.tree import split
+from recovery.types import Cut, DigestAlgorithm, Fingerprint, NumericsId, PartClass, PartName, RunId, WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class LivePart:
+    """A part at the moment it was read. Tensors are references to live memory, scalars are copies.
+
+    Attributes:
+        name: The part's.
+        part_class: The part's.
+        tree: Structure and scalars.
+        specs: One a tensor, without digests.
+        leaves: One a tensor: the object that the worker holds, and its memory.
+        bytes: The tensors as one byte string.
+    """
+
+    name: PartName
+    part_class: PartClass
+    tree: manifest_pb2.Value
+    specs: tuple[TensorSpec, ...]
+    leaves: tuple[Leaf, ...]
+    bytes: PartBytes
+
+    @property
+    def tensors(self) -> list[Tensor | np.ndarray]:
+        """The memory of each tensor (a DTensor's local shard)."""
+        return [leaf.value for leaf in self.leaves]
+
+
+def live_part(name: PartName, part_class: PartClass, value: object) -> LivePart:
+    """Return the part whose tree is ``value``.
+
+    Raises:
+        UnsupportedLeaf: a value in it has no exact form; names the part and the path.
+    """
+    try:
+        tree, leaves = split(value)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"part {name!r}: {error}") from error
+    memory = PartBytes([raw(leaf.value) for leaf in leaves])
+    return LivePart(name, part_class, tree, specs_of(leaves), tuple(leaves), memory)
+
+
+def describe(
+    parts: Sequence[LivePart],
+    *,
+    run_id: RunId,
+    worker: WorkerRef,
+    cut: Cut,
+    numerics_id: NumericsId,
+    layout_digest: bytes,
+    algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
+) -> Manifest:
+    """Return the manifest of ``parts`` as their memory is now: the digest pass, which reads every byte.
+
+    The memory must stand still meanwhile. May run on any thread; other threads run while bytes are hashed. The
+    fingerprint is that of the replicated parts among ``parts``.
+    """
+    described = []
+    for part in parts:
+        chunks, tensors = digest_part(part.bytes, algorithm)
+        ranges = chunk_ranges(part.bytes.tensor_num_bytes)
+        described.append(
+            PartSpec(
+                name=part.name,
+                part_class=part.part_class,
+                tree=part.tree,
+                tensors=tuple(
+                    dataclasses.replace(spec, digest=digest) if digest else spec
+                    for spec, digest in zip(part.specs, tensors, strict=True)
+                ),
+                chunks=tuple(
+                    ChunkSpec(offset=offset, num_bytes=num_bytes, digest=digest)
+                    for (offset, num_bytes), digest in zip(ranges, chunks, strict=True)
+                ),
+                num_bytes=part.bytes.num_bytes,
+            )
+        )
+    replicated = [part for part in parts if part.part_class is PartClass.REPLICATED]
+    return Manifest(
+        run_id=run_id,
+        worker=worker,
+        cut=cut,
+        numerics_id=numerics_id,
+        layout_digest=layout_digest,
+        fingerprint=fingerprint(replicated) if replicated else Fingerprint(b""),
+        digest_algorithm=algorithm,
+        parts=tuple(described),
+    )
