@@ -295,7 +295,8 @@ class CoordinatorClient:
             welcomed, self._attached = self._attached, False
             self._outbox = self._cancel = None
             self._last_cause = why if self._refusal is None else str(self._refusal)
-            tell = welcomed or self._refusal is not None
+            # A detachment that the owner asked for is no news.
+            tell = (welcomed or self._refusal is not None) and not self._closing.is_set()
             reason = self._last_cause
             self._changed.notify_all()
         if tell:

@@ -87,7 +87,7 @@ class RendezvousTable:
         self._check_name("key", key)
         if len(value) > self._limits.max_value_bytes:
             raise DonorBusy(
-                f"the value of {key} in scope {scope} has {len(value)} bytes; at most {self._limits.max_value_bytes} fit"
+                f"the value of {key} in scope {scope} has {len(value)} bytes, more than {self._limits.max_value_bytes}"
             )
         old = found.values.get(key)
         if old is None and len(found.values) >= self._limits.max_keys:
