@@ -1,0 +1,54 @@
+"""A part whose bytes stand in memory of our own: the same leaves, seen as views of one byte string."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from recovery.state.chunks import PartBytes
+from recovery.state.leaf import NUMPY_DTYPES, TORCH_DTYPES, TensorKind
+from recovery.state.live_part import LivePart
+from recovery.state.manifest import TensorSpec
+
+
+def freeze(live: LivePart, data: torch.Tensor) -> LivePart:
+    """Return ``live`` with its tensors replaced by what ``data`` holds.
+
+    Args:
+        live: The part as it was read.
+        data: The part's logical bytes, 1-d uint8 on the CPU. Owned by the caller; the result refers to it, but for
+            leaves whose place in it does not suit their dtype, which are copied.
+    """
+    leaves = tuple(
+        dataclasses.replace(leaf, value=_value(spec, data[spec.offset : spec.offset + spec.num_bytes]))
+        for leaf, spec in zip(live.leaves, live.specs, strict=True)
+    )
+    return dataclasses.replace(live, leaves=leaves, bytes=PartBytes([leaf.value for leaf in leaves], live.specs))
+
+
+def copy_range(live: LivePart, offset: int, out: torch.Tensor) -> None:
+    """``out`` holds the part's bytes from ``offset`` on.
+
+    For service threads: a dense stretch is copied by one thread without the GIL, so that torch's own thread pool is
+    left to training.
+    """
+    view = live.bytes.view(offset, out.numel())
+    if view is None:
+        live.bytes.read(offset, out.numel(), out)
+    else:
+        np.copyto(out.numpy(), view.numpy())
+
+
+def _value(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor | np.ndarray:
+    if spec.kind is TensorKind.NDARRAY:
+        dtype = NUMPY_DTYPES[spec.dtype]
+        raw = data.numpy() if data.data_ptr() % dtype.itemsize == 0 else data.numpy().copy()
+        return raw.view(dtype).reshape(spec.shape)
+    torch_dtype = TORCH_DTYPES[spec.dtype]
+    if data.data_ptr() % torch_dtype.itemsize or data.storage_offset() % torch_dtype.itemsize:
+        data = data.clone()
+    if not data.numel():
+        return torch.empty(spec.shape, dtype=torch_dtype)
+    return data.view(torch_dtype).view(spec.shape)

@@ -1,0 +1,96 @@
+"""What serving costs the training thread: every copy and every wait there, by cause."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class StallCause(enum.Enum):
+    """Why the training thread did not train."""
+
+    PUBLISH = "publish"
+    """Reading the replicated parts after an outer step: no copy, once a version, also when nobody joins."""
+    GUARD_COPY = "guard-copy"
+    """Saving leased chunks before the outer step overwrites them."""
+    CLOSE_CALLBACKS = "close-callbacks"
+    """Telling readers that the live views are closed."""
+    CAPTURE_MEASURE = "capture-measure"
+    """Reading which tensors the private parts hold, to reserve memory for them."""
+    CAPTURE_COPY = "capture-copy"
+    """Copying what forward or backward would change, and the scalars."""
+    CAPTURE_WAIT = "capture-wait"
+    """Finishing the copy of the inner optimizers' tensors before the next inner step changes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The sum of one cause. ``worst_seconds`` is its longest single stretch."""
+
+    times: int = 0
+    seconds: float = 0.0
+    worst_seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class Span:
+    """One stretch being measured. The measured code adds the bytes that it copied to ``num_bytes``."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+
+class StallAccount:
+    """Sums of seconds and bytes by cause. Written by the training thread, read by any.
+
+    Seconds are measured by ``time.perf_counter``, not by the injected clock: they are an observation that no decision
+    depends on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stalls = {cause: Stall() for cause in StallCause}
+
+    @contextmanager
+    def measure(self, cause: StallCause) -> Iterator[Span]:
+        """Account the block's time to ``cause``, also if it raises."""
+        span = Span()
+        began = time.perf_counter()
+        try:
+            yield span
+        finally:
+            span.seconds = time.perf_counter() - began
+            self._add(cause, span.seconds, span.num_bytes)
+
+    def of(self, cause: StallCause) -> Stall:
+        """Return the sum of one cause so far."""
+        return self._stalls[cause]
+
+    def by_cause(self) -> dict[str, Stall]:
+        """Return all sums, keyed by the cause's text, for metrics and status."""
+        return {cause.value: stall for cause, stall in self._stalls.items()}
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all causes together."""
+        return sum(stall.seconds for stall in self._stalls.values())
+
+    @property
+    def serving_seconds(self) -> float:
+        """Seconds that would not have been spent had nobody held a lease: all but ``PUBLISH``."""
+        return self.total_seconds - self._stalls[StallCause.PUBLISH].seconds
+
+    def _add(self, cause: StallCause, seconds: float, num_bytes: int) -> None:
+        with self._lock:
+            old = self._stalls[cause]
+            self._stalls[cause] = Stall(
+                times=old.times + 1,
+                seconds=old.seconds + seconds,
+                worst_seconds=max(old.worst_seconds, seconds),
+                num_bytes=old.num_bytes + num_bytes,
+            )

@@ -1,0 +1,175 @@
+"""Memory for copies: a budget, and arenas that are touched before anybody waits for them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from recovery.types import MIB
+
+logger = logging.getLogger(__name__)
+
+_TOUCH_STEP_BYTES = 4 * MIB
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; from <linux/mman.h>: faults pages in for writing and leaves their content alone
+
+
+@functools.cache
+def _populate() -> Callable[[int, int, int], int] | None:
+    """Return madvise(2) if it can fault pages in without writing them, else None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # a ctypes call gives up the GIL; mmap.madvise does not
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise.restype = ctypes.c_int
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
+        address = np.frombuffer(probe, dtype=np.uint8).ctypes.data
+        works: bool = madvise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE) == 0
+    return madvise if works else None
+
+
+class Arena:
+    """One reserved stretch of memory. ``data`` is a 1-d uint8 CPU tensor of ``num_bytes``.
+
+    Its bytes go back to the vault when the arena is dropped *and* no view of ``data`` lives any more: a view behind a
+    posted send keeps the memory from being unmapped or handed to somebody else.
+    """
+
+    def __init__(self, data: torch.Tensor, *, touched: bool) -> None:
+        self.data = data
+        self.num_bytes = data.numel()
+        self._touched = touched
+
+    def touch(self) -> None:
+        """Every page is backed by memory; the content is unchanged. Safe beside writers; gives up the GIL.
+
+        Does nothing where the system cannot do so without writing: there the vault touches before it hands out.
+        """
+        populate = _populate()
+        if self._touched or populate is None:
+            return
+        base = self.data.data_ptr()
+        for offset in range(0, self.num_bytes, _TOUCH_STEP_BYTES):
+            length = min(_TOUCH_STEP_BYTES, self.num_bytes - offset)
+            if populate(base + offset, length, _MADV_POPULATE_WRITE) != 0:
+                code = ctypes.get_errno()
+                # Not touched is only slower: the page comes when it is written.
+                logger.warning("cannot touch memory ahead: %s", errno.errorcode.get(code, os.strerror(code)))
+                return
+        self._touched = True
+
+
+class Vault:
+    """Hands out arenas within a budget. All methods may be called from any thread.
+
+    Args:
+        budget_bytes: Most bytes of arenas alive at once.
+        keep: Keep the memory of arenas that came back for the next reservation that it fits.
+        pinned: Take page-locked memory, for copies from CUDA devices; it is not kept.
+    """
+
+    def __init__(self, budget_bytes: int, *, keep: bool = False, pinned: bool = False) -> None:
+        self._budget_bytes = budget_bytes
+        self._keep = keep
+        self._pinned = pinned
+        # Re-entrant: a finalizer may run in the middle of an allocation that holds it.
+        self._lock = threading.RLock()
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._kept: list[mmap.mmap] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of arenas alive now, kept memory included."""
+        return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest ``used_bytes`` so far."""
+        return self._peak_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
+
+    def reserve(self, num_bytes: int) -> Arena | None:
+        """Return an arena of ``num_bytes``, or None if the budget or the system has no room for it.
+
+        Its pages may not be backed yet: call ``Arena.touch`` from a thread that may wait.
+        """
+        size = max(num_bytes, 1)
+        with self._lock:
+            fitting = [memory for memory in self._kept if size <= len(memory) <= 2 * size + MIB]
+            if fitting:
+                best = min(fitting, key=len)
+                self._kept.remove(best)
+                return self._lend(best, num_bytes, touched=False)
+            while self._kept and self._used_bytes + size > self._budget_bytes:
+                self._used_bytes -= len(self._kept.pop())
+            if self._used_bytes + size > self._budget_bytes:
+                return None
+            self._used_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        try:
+            return self._pin(size, num_bytes) if self._pinned else self._map(size, num_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            # No memory is like no budget: whoever asked is told so, and training goes on.
+            logger.warning("the system has no %d bytes for a snapshot: %s", num_bytes, error)
+            with self._lock:
+                self._used_bytes -= size
+            return None
+
+    def close(self) -> None:
+        """Kept memory is dropped; what comes back later is, too. Safe twice."""
+        with self._lock:
+            self._keep = False
+            while self._kept:
+                self._used_bytes -= len(self._kept.pop())
+
+    def _map(self, size: int, num_bytes: int) -> Arena:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform.startswith("linux"):
+            try:
+                memory.madvise(mmap.MADV_HUGEPAGE)  # several times faster to touch
+                # A forked child (a DataLoader worker) does not inherit it: otherwise the next write of each page
+                # would copy the page, on the training thread.
+                memory.madvise(mmap.MADV_DONTFORK)
+            except OSError as error:
+                logger.info("the kernel takes no advice about snapshot memory: %s", error)
+        if _populate() is None:
+            array = np.frombuffer(memory, dtype=np.uint8)
+            for offset in range(0, size, _TOUCH_STEP_BYTES):
+                np.copyto(array[offset : offset + _TOUCH_STEP_BYTES], 0)
+        return self._lend(memory, num_bytes, touched=_populate() is None)
+
+    def _lend(self, memory: mmap.mmap, num_bytes: int, *, touched: bool) -> Arena:
+        # The memoryview stands between tensors and memory so that its end tells that the last tensor is gone.
+        window = memoryview(memory)
+        weakref.finalize(window, self._came_back, memory).atexit = False
+        return Arena(torch.frombuffer(window, dtype=torch.uint8)[:num_bytes], touched=touched)
+
+    def _pin(self, size: int, num_bytes: int) -> Arena:
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        weakref.finalize(data.untyped_storage(), self._unpinned, size).atexit = False
+        return Arena(data[:num_bytes], touched=True)
+
+    def _came_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            if self._keep:
+                self._kept.append(memory)
+            else:
+                self._used_bytes -= len(memory)
+
+    def _unpinned(self, size: int) -> None:
+        with self._lock:
+            self._used_bytes -= size
