@@ -25,7 +25,8 @@ class OptimizerPart(Part):
     """One optimizer.
 
     The tree is ``{"class", "state": {parameter: {key: leaf}}, "param_groups": [{options, "params": [names]}]}``;
-    options are sorted by name. State that an optimizer keys by a string, not a parameter, is in ``"other_state"``.
+    options are sorted by name. State that an optimizer keys by a string, not a parameter, is in ``"other_state"``;
+    numbers and tensors that one from outside of torch keeps as attributes of its own are in ``"attributes"``.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class OptimizerPart(Part):
         other = {key: value for key, value in keyed.items() if not isinstance(key, Tensor)}
         if wrong := [key for key in other if not isinstance(key, str)]:
             raise UnsupportedLeaf(f"{self.name}: state is keyed by {type(wrong[0]).__name__} {wrong[0]!r}")
-        return tree | {"other_state": other} if other else tree
+        attributes = self._attributes()
+        return tree | ({"other_state": other} if other else {}) | ({"attributes": attributes} if attributes else {})
 
     def differences(self, donor: object, own: object) -> Iterator[str]:
         assert isinstance(own, dict)
@@ -139,6 +141,10 @@ class OptimizerPart(Part):
                 if key not in options:
                     removed += _num_tensors(group.pop(key))
             group.update((key, option) for key, option in options.items() if key != "params")
+        attributes = value.get("attributes", {})
+        for key in self._attributes().keys() - attributes.keys():
+            removed += _num_tensors(self.optimizer.__dict__.pop(key))
+        self.optimizer.__dict__.update(attributes)
         return removed
 
     def add_layout(self, layout: manifest_pb2.Layout) -> None:
@@ -164,6 +170,15 @@ class OptimizerPart(Part):
         # Options beyond the defaults come and go (schedulers and third-party steps add some): they are content.
         group = self.optimizer.param_groups[g]
         return sorted(key for key in self.optimizer.defaults if key in group and key not in RUNTIME_FLAGS)
+
+    def _attributes(self) -> dict[str, object]:
+        if type(self.optimizer).__module__.startswith("torch."):
+            return {}
+        return {
+            key: value
+            for key, value in sorted(self.optimizer.__dict__.items())
+            if isinstance(value, bool | int | float | Tensor) and not key.startswith("_") and key not in RUNTIME_FLAGS
+        }
 
     def _named_groups(self) -> list[list[tuple[str, Tensor]]]:
         groups = self.optimizer.param_groups

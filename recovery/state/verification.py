@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from recovery.state.digest import digest_part
+from recovery.state.compare import compare, damaged_tensors
+from recovery.state.digest import part_digests
 from recovery.state.live_part import LivePart
 from recovery.state.manifest import PartSpec, TensorSpec
 from recovery.types import DigestAlgorithm
@@ -11,7 +12,8 @@ from recovery.types import DigestAlgorithm
 def part_differences(expected: PartSpec, found: LivePart, algorithm: DigestAlgorithm) -> list[str]:
     """Return one line for each leaf of ``found`` that is not what ``expected`` says; hashes the memory.
 
-    A leaf's device, kind and memory order are each worker's own; its path, dtype, shape and bits are not.
+    A leaf's device, kind and memory order are each worker's own; its path, dtype, shape, ties, bits and, for scalars,
+    its type are not.
     """
     name = expected.name
     their = {spec.path: spec for spec in expected.tensors}
@@ -21,22 +23,18 @@ def part_differences(expected: PartSpec, found: LivePart, algorithm: DigestAlgor
     differences += [
         f"{name}/{path}: {_form(spec)} in the manifest, {_form(ours[path])} here"
         for path, spec in their.items()
-        if path in ours and (spec.dtype, spec.shape) != (ours[path].dtype, ours[path].shape)
+        if path in ours and _form(spec) != _form(ours[path])
     ]
     if expected.tree.SerializeToString(deterministic=True) != found.tree.SerializeToString(deterministic=True):
-        differences.append(f"{name}: scalars or structure differ")
+        # Bytes differ too where equal lists are one object on one side only: that is no difference.
+        differences += [f"{name}/{difference}" for difference in compare(expected.tree, found.tree)]
     if differences:
         return differences
-    chunks, tensors = digest_part(found.bytes, algorithm)
-    for chunk, digest in zip(expected.chunks, chunks, strict=True):
-        if chunk.digest == digest:
-            continue
-        for index in found.bytes.tensors_in(chunk.offset, chunk.num_bytes):
-            spec = expected.tensors[index]
-            if not spec.digest or spec.digest != tensors[index]:
-                differences.append(f"{name}/{spec.path}: its bytes differ (chunk at {chunk.offset})")
-    return differences
+    if part_digests(found.bytes, algorithm) == [chunk.digest for chunk in expected.chunks]:
+        return []
+    return [f"{name}/{path}: its bytes differ" for path in damaged_tensors(found, expected, algorithm)]
 
 
 def _form(spec: TensorSpec) -> str:
-    return f"{spec.dtype} {list(spec.shape)}"
+    shard = f" shard {', '.join(spec.shard.placements)} of {list(spec.shard.global_shape)}" if spec.shard else ""
+    return f"{spec.dtype} {list(spec.shape)}{shard}"
