@@ -1,0 +1,290 @@
+"""Local storage: temporary file, fsync, rename, fsync of the folder. The order is what survives a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt.storage import Entry, Pin, Readable, Writable
+
+_TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]{16}-.+")
+
+
+class FileSystem:
+    """The calls that change a disk, in one place, so that a test can cut the power between any two of them."""
+
+    def create(self, path: str) -> int:
+        """Make a new file; return its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Append some of ``data``; return how many bytes."""
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        """Make a file's content durable."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor."""
+        os.close(descriptor)
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename, replacing ``target``."""
+        os.replace(source, target)  # noqa: PTH105
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name."""
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)  # noqa: PTH108 - the calls stay the kernel's, one to one
+
+    def mkdir(self, path: str) -> None:
+        """Make one folder."""
+        os.mkdir(path)  # noqa: PTH102
+
+    def rmdir(self, path: str) -> None:
+        """Remove one empty folder."""
+        os.rmdir(path)  # noqa: PTH106
+
+    def fsync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _LocalReadable:
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        self.num_bytes = status.st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class _LocalWritable:
+    def __init__(self, files: FileSystem, path: Path) -> None:
+        self._files = files
+        self._path = str(path)
+        self._temporary = str(path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}-{path.name}")
+        self._descriptor = files.create(self._temporary)
+        self._open = True
+
+    def write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += self._files.write(self._descriptor, data[done:])
+
+    def commit(self) -> None:
+        # The content must be on the disk before the name is: a rename that survives a power cut alone would name a
+        # file of zeros.
+        self._files.fsync(self._descriptor)
+        self._close()
+        self._files.replace(self._temporary, self._path)
+        self._open = False
+
+    def abort(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            self._close()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(self._temporary)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._files.close(descriptor)
+
+
+class _Lock:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)  # ends the flock too, as the end of the process does
+            self._descriptor = -1
+
+
+class LocalStorage:
+    """A folder of this machine."""
+
+    def __init__(self, root: str | Path, files: FileSystem | None = None) -> None:
+        self._root = Path(root).absolute()
+        self._files = files or FileSystem()
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._root
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def url_of(self, path: str) -> str:
+        return str(self._root / path)
+
+    def entries(self, folder: str) -> list[Entry]:
+        found = []
+        try:
+            with os.scandir(self._root / folder) as names:
+                for name in names:
+                    # A file may vanish between the listing and the look at it: another process retains or renames.
+                    with contextlib.suppress(FileNotFoundError):
+                        status = name.stat(follow_symlinks=False)
+                        is_folder = stat.S_ISDIR(status.st_mode)
+                        found.append(
+                            Entry(
+                                name=name.name,
+                                is_folder=is_folder,
+                                num_bytes=0 if is_folder else status.st_size,
+                                modified=status.st_mtime,
+                            )
+                        )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found, key=lambda entry: entry.name)
+
+    def num_bytes(self, path: str) -> int | None:
+        try:
+            status = (self._root / path).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def open(self, path: str) -> Readable:
+        return _LocalReadable(str(self._root / path))
+
+    def create(self, path: str) -> Writable:
+        target = self._root / path
+        self._make_folder(target.parent)
+        return _LocalWritable(self._files, target)
+
+    def settle(self, folders: Iterable[str]) -> None:
+        settled: set[Path] = set()
+        for folder in sorted(set(folders), key=len, reverse=True):
+            path = self._root / folder
+            # A folder's name is an entry of its parent: without the parents' fsync the whole folder can vanish.
+            while path not in settled:
+                self._files.fsync_folder(str(path))
+                settled.add(path)
+                if path == self._root or path == path.parent:
+                    break
+                path = path.parent
+        if settled:
+            self._files.fsync_folder(str(self._root.parent))
+
+    def duplicate(self, source: str, target: str) -> bool:
+        to = self._root / target
+        self._make_folder(to.parent)
+        temporary = str(to.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}-{to.name}")
+        try:
+            self._files.link(str(self._root / source), temporary)
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOENT, errno.ENOSYS):
+                return False  # no hard links here, too many of them, or the source is gone: the caller writes it
+            raise
+        try:
+            self._files.replace(temporary, str(to))
+        finally:
+            # rename() between two names of one file does nothing and leaves both.
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(temporary)
+        return True
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(str(self._root / path))
+
+    def remove_folder(self, folder: str) -> None:
+        try:
+            self._files.rmdir(str(self._root / folder))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+                raise
+
+    def pin(self, manifest_path: str) -> Pin | None:
+        return self._lock(manifest_path, fcntl.LOCK_SH)
+
+    def claim(self, manifest_path: str) -> Pin | None:
+        return self._lock(manifest_path, fcntl.LOCK_EX)
+
+    def sweep(self, folder: str) -> int:
+        swept = 0
+        for entry in self.entries(folder):
+            match = _TEMPORARY.fullmatch(entry.name)
+            if match and not entry.is_folder and not _alive(int(match[1])):
+                self.delete(f"{folder}/{entry.name}" if folder else entry.name)
+                swept += 1
+        return swept
+
+    def _lock(self, path: str, how: int) -> _Lock | None:
+        full = str(self._root / path)
+        try:
+            descriptor = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            # Deleted or replaced between open and lock: the lock is then on a file that nobody sees any more.
+            here, there = os.fstat(descriptor), os.stat(full)  # noqa: PTH116
+            if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+                os.close(descriptor)
+                return None
+        except (BlockingIOError, FileNotFoundError):
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
+        return _Lock(descriptor)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            self._files.mkdir(str(folder))
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,464 @@
+"""Saving in the background: the training thread hands over leases and goes on; failures come back to it, loudly."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from ckpt.catalog import Catalog
+from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.retention import Retention, RetentionPolicy
+from ckpt.storage import Storage
+from ckpt.writer import PartSource, WriteReport, write_checkpoint
+from recovery.clock import Clock, SystemClock
+from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected, MisuseError
+from recovery.events import CheckpointSaved, CheckpointSaveFailed, CheckpointSkipped, EventSink, TrainingThreadWaited
+from recovery.state.manifest import Manifest
+from recovery.types import RunId, Version, WorkerRef
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class WhenFull(enum.Enum):
+    """What becomes of a save while ``max_in_flight`` others are under way."""
+
+    SKIP = "skip"
+    """It is not made; an event says so."""
+    WAIT = "wait"
+    """The caller waits; an event says how long."""
+
+
+class OnFailure(enum.Enum):
+    """What a failed save does to training. It is always logged, and an event."""
+
+    WARN = "warn"
+    FAIL = "fail"
+    """The next ``save`` raises, or ``close``."""
+    FAIL_AFTER = "fail-after"
+    """The next ``save`` raises, or ``close``, once ``fail_after`` saves in a row have failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaverConfig:
+    """How a ``Saver`` behaves."""
+
+    max_in_flight: int = 1
+    """Saves under way at once, the one being written included."""
+    when_full: WhenFull = WhenFull.SKIP
+    on_failure: OnFailure = OnFailure.FAIL_AFTER
+    fail_after: int = 3
+    link_unchanged: bool = True
+    """Link or copy on the server what did not change since the last save, instead of writing it."""
+    verify_after: bool = False
+    """Read every checkpoint back, from the page cache locally, before it is called saved."""
+    retention: RetentionPolicy | None = None
+    """Applied after each save; None: everything stays."""
+    close_timeout_seconds: float = 600.0
+    """How long ``close`` waits for saves under way."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_in_flight", "fail_after", "close_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise BadConfiguration(f"{name} is {getattr(self, name)}: it must be above 0")
+
+
+class SaveSource(PartSource, Protocol):
+    """A source that is given back after use; ``recovery.snapshot.Lease`` is one."""
+
+    def release(self, reason: str) -> None:
+        """The bytes are not needed any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCallbacks:
+    """Called around a save. What they raise is logged and ends nothing; ``before`` raises to the caller."""
+
+    before: Callable[[Sequence[Manifest]], Mapping[str, object] | None] | None = None
+    """On the calling thread; may return side records to be stored."""
+    saved: Callable[[Sequence[WriteReport]], None] | None = None
+    """On the saver's thread, after everything is durable."""
+    failed: Callable[[CheckpointFailed], None] | None = None
+    """On the saver's thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaverStatus:
+    """Numbers for metrics."""
+
+    saved: int
+    failed: int
+    skipped: int
+    in_flight: int
+    failures_in_a_row: int
+    last_failure: str
+    last_saved: Version | None
+
+
+@dataclass(slots=True)
+class SaveTicket:
+    """One save under way."""
+
+    version: Version
+    reports: Sequence[WriteReport] = ()
+    failure: CheckpointFailed | None = None
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Return whether it ended, well or not, within the time."""
+        return self._done.wait(timeout_seconds)
+
+    def result(self, timeout_seconds: float | None = None) -> Sequence[WriteReport]:
+        """Return the reports of a save that ended well.
+
+        Raises:
+            CheckpointFailed: it failed, or has not ended in time.
+        """
+        if not self.wait(timeout_seconds):
+            raise CheckpointFailed(f"saving {self.version} has not ended within {timeout_seconds} s")
+        if self.failure is not None:
+            raise self.failure
+        return self.reports
+
+    def end(self) -> None:
+        """Mark it as ended. The saver's own."""
+        self._done.set()
+
+
+@dataclass(slots=True)
+class _Task:
+    ticket: SaveTicket
+    sources: Sequence[SaveSource]
+    records: Mapping[str, object]
+
+
+class Saver:
+    """Writes checkpoints on a thread of its own, one after the other.
+
+    ``save`` and ``close`` belong to one thread, usually the training thread; everything else may be called from any.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        config: SaverConfig,
+        *,
+        run_id: RunId,
+        worker: WorkerRef,
+        events: EventSink,
+        clock: Clock | None = None,
+        callbacks: Sequence[SaveCallbacks] = (),
+        then: Callable[[Version], None] | None = None,
+    ) -> None:
+        """Store references.
+
+        Args:
+            storage: The root.
+            config: Behaviour.
+            run_id: Whose steps retention may touch.
+            worker: Who saves; for events and log lines.
+            events: Where saves, failures and skips are told.
+            clock: Measures.
+            callbacks: Called around saves, in this order.
+            then: Told each saved version, on the saver's thread; the uploader's ``upload``, for example.
+        """
+        self._storage = storage
+        self._config = config
+        self._worker = worker
+        self._run_id = run_id
+        self._events = events
+        self._clock = clock or SystemClock()
+        self._callbacks = tuple(callbacks)
+        self._then = then
+        self._retention = Retention(storage, run_id, config.retention) if config.retention else None
+        self._changed = threading.Condition()
+        self._queue: deque[_Task] = deque()
+        self._in_flight = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._saved = self._failed = self._skipped = self._in_a_row = 0
+        self._unseen: CheckpointFailed | None = None
+        self._last_failure = ""
+        self._last_saved: Version | None = None
+
+    def start(self) -> None:
+        """Start the thread; a second call does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-saver", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Saver:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def status(self) -> SaverStatus:
+        """What happened so far."""
+        with self._changed:
+            return SaverStatus(
+                saved=self._saved,
+                failed=self._failed,
+                skipped=self._skipped,
+                in_flight=self._in_flight,
+                failures_in_a_row=self._in_a_row,
+                last_failure=self._last_failure,
+                last_saved=self._last_saved,
+            )
+
+    def save(self, sources: Sequence[SaveSource], records: Mapping[str, object] | None = None) -> SaveTicket | None:
+        """Have the sources written in the background; return at once, unless full and told to wait.
+
+        The sources belong to the saver from here on, whatever happens: it releases each.
+
+        Args:
+            sources: Leases or copies, all at one cut of this worker.
+            records: Side records, JSON values by name.
+
+        Returns:
+            The save, or None if it was skipped.
+
+        Raises:
+            CheckpointFailed: earlier saves failed, as often as the policy allows. This one was not begun.
+            MisuseError: not started, or closed.
+        """
+        version = sources[0].manifest.cut.version if sources else None
+        taken = False
+        try:
+            if version is None:
+                raise MisuseError("save() needs at least one source")
+            if self._thread is None or self._closing:
+                raise MisuseError("save() on a saver that is not running")
+            self._surface()
+            extra: dict[str, object] = dict(records or {})
+            if not self._admit(version):
+                return None
+            for callback in self._callbacks:
+                if callback.before is not None:
+                    extra.update(callback.before([source.manifest for source in sources]) or {})
+            task = _Task(SaveTicket(version), tuple(sources), extra)
+            with self._changed:
+                self._queue.append(task)
+                self._in_flight += 1
+                self._changed.notify_all()
+            taken = True
+            return task.ticket
+        finally:
+            if not taken:
+                for source in sources:
+                    source.release("not saved")
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        """Return whether no save is under way within the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._in_flight == 0, timeout_seconds)
+
+    def close(self) -> None:
+        """End the thread after the saves under way; a second call does nothing.
+
+        Raises:
+            CheckpointFailed: a save failed that no call has reported yet and the policy does not only warn, or a save
+                has not ended in time.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        thread.join(self._config.close_timeout_seconds)
+        if thread.is_alive():
+            raise CheckpointFailed(
+                f"{self._worker}: a save to {self._storage.url} has not ended within "
+                f"{self._config.close_timeout_seconds:g} s of close; the process may end without it"
+            )
+        if self._config.on_failure is OnFailure.FAIL_AFTER and self._unseen is not None:
+            raise CheckpointFailed(f"the last save failed: {self._unseen}") from self._unseen
+        self._surface()
+
+    def _surface(self) -> None:
+        with self._changed:
+            failure, in_a_row = self._unseen, self._in_a_row
+            enough = {
+                OnFailure.WARN: False,
+                OnFailure.FAIL: True,
+                OnFailure.FAIL_AFTER: in_a_row >= self._config.fail_after,
+            }[self._config.on_failure]
+            if failure is None or not enough:
+                return
+            self._unseen = None
+        raise CheckpointFailed(
+            f"{self._worker}: {in_a_row} saves in a row failed, the last one: {failure}"
+        ) from failure
+
+    def _admit(self, version: Version) -> bool:
+        with self._changed:
+            if self._in_flight < self._config.max_in_flight:
+                return True
+            if self._config.when_full is WhenFull.SKIP:
+                self._skipped += 1
+                reason = f"{self._in_flight} saves are under way and max_in_flight is {self._config.max_in_flight}"
+            else:
+                began = self._clock.monotonic()
+                self._changed.wait_for(lambda: self._in_flight < self._config.max_in_flight)
+                waited = self._clock.monotonic() - began
+                reason = ""
+        if reason:
+            logger.warning("%s: checkpoint %s is skipped: %s", self._worker, version, reason)
+            url = self._storage.url_of(f"step_{version.lineage}_{version.outer_step}")
+            self._events(CheckpointSkipped(worker_id=self._worker.worker_id, url=url, reason=reason))
+            return False
+        self._events(
+            TrainingThreadWaited(
+                worker_id=self._worker.worker_id,
+                what="checkpoint",
+                for_whom=self._storage.url,
+                waited_seconds=waited,
+            )
+        )
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                task = self._queue.popleft()
+            self._save(task)
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
+            task.ticket.end()
+
+    def _save(self, task: _Task) -> None:
+        began = self._clock.monotonic()
+        outcome = "not saved"
+        try:
+            task.ticket.reports = self._write(task)
+            outcome = "saved"
+        except Exception as error:  # the thread's root: one save must not take the next with it
+            logger.exception("%s: saving %s failed", self._worker, task.ticket.version)
+            failure = error if isinstance(error, CheckpointFailed) else _failure_of(error)
+            task.ticket.failure = failure
+            self._note_failure(task, failure)
+        finally:
+            for source in task.sources:
+                source.release(outcome)
+        if outcome == "saved":
+            self._note_success(task, self._clock.monotonic() - began)
+
+    def _write(self, task: _Task) -> list[WriteReport]:
+        with ExitStack() as opened:
+            previous = self._previous(opened) if self._config.link_unchanged else []
+            reports = write_checkpoint(
+                self._storage, task.sources, records=task.records, previous=previous, clock=self._clock
+            )
+        if self._config.verify_after:
+            for report in reports:
+                with self._open(report.manifest.cut.version, private=not _is_replicated(report)) as checkpoint:
+                    try:
+                        checkpoint.verify()
+                    except CheckpointRejected as error:
+                        raise CheckpointFailed(f"what was just saved does not verify: {error}") from error
+        return reports
+
+    def _previous(self, opened: ExitStack) -> list[Checkpoint]:
+        version = self._last_saved
+        if version is None:
+            newest = Catalog(self._storage, self._run_id).newest()
+            version = newest.version if newest is not None else None
+        found: list[Checkpoint] = []
+        for private in (False, True):
+            if version is not None:
+                try:
+                    found.append(opened.enter_context(self._open(version, private=private)))
+                except CheckpointRejected as error:
+                    logger.debug("nothing to link to: %s", error)
+        return found
+
+    def _open(self, version: Version, *, private: bool) -> Checkpoint:
+        return open_checkpoint(
+            self._storage,
+            version,
+            run_id=self._run_id,
+            worker_id=self._worker.worker_id if private else None,
+            local_rank=self._worker.local_rank,
+            num_local_ranks=self._worker.num_local_ranks,
+        )
+
+    def _note_failure(self, task: _Task, failure: CheckpointFailed) -> None:
+        with self._changed:
+            self._failed += 1
+            self._in_a_row += 1
+            self._unseen = failure
+            self._last_failure = str(failure)
+        self._events(CheckpointSaveFailed(worker_id=self._worker.worker_id, url=self._storage.url, reason=str(failure)))
+        for callback in self._callbacks:
+            if callback.failed is not None:
+                _guarded(callback.failed, failure)
+
+    def _note_success(self, task: _Task, took_seconds: float) -> None:
+        version = task.ticket.version
+        with self._changed:
+            self._saved += 1
+            self._in_a_row = 0
+            self._unseen = None
+            self._last_saved = version
+        for report in task.ticket.reports:
+            logger.info(
+                "%s (rank %d of %d): saved %s, %d bytes, %d of them linked, in %.2f s",
+                self._worker,
+                self._worker.local_rank,
+                self._worker.num_local_ranks,
+                report.url,
+                report.num_bytes,
+                report.linked_bytes,
+                took_seconds,
+            )
+            self._events(
+                CheckpointSaved(
+                    worker_id=self._worker.worker_id,
+                    url=report.url,
+                    cut=report.manifest.cut,
+                    num_bytes=report.num_bytes,
+                    took_seconds=took_seconds,
+                )
+            )
+        for callback in self._callbacks:
+            if callback.saved is not None:
+                _guarded(callback.saved, task.ticket.reports)
+        if self._retention is not None:
+            if self._config.verify_after:
+                for report in task.ticket.reports:
+                    if _is_replicated(report) and self._worker.num_local_ranks == 1:
+                        self._retention.trust(version, report.manifest.fingerprint)
+            _guarded(lambda retention: retention.run(), self._retention)
+        if self._then is not None:
+            _guarded(self._then, version)
+
+
+def _is_replicated(report: WriteReport) -> bool:
+    return report.manifest.parts[0].part_class.value == "replicated"
+
+
+def _failure_of(error: Exception) -> CheckpointFailed:
+    failure = CheckpointFailed(f"saving failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _guarded(callback: Callable[[_T], object], argument: _T) -> None:
+    try:
+        callback(argument)
+    except Exception:  # user code, or upkeep after a save that is already durable: neither unmakes the save
+        logger.exception("after a save, %s failed", getattr(callback, "__qualname__", callback))

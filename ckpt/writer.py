@@ -1,0 +1,395 @@
+"""Writing: data files first, each durable, the manifest last. What is written is what the manifest says, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt.catalog import OWNER
+from ckpt.layout import LATEST, FilePlan, Piece, manifest_name, plan_file, step_folder, worker_folder
+from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.record import CheckpointRecord, PartFile, Scope, encode_record, file_of
+from ckpt.storage import Storage, Writable, write_whole
+from recovery.clock import Clock, SystemClock
+from recovery.errors import CheckpointFailed, CheckpointRejected, RetrySameDonor, TryOtherDonor
+from recovery.state.chunks import CHUNK_BYTES
+from recovery.state.digest import chunk_digest
+from recovery.state.manifest import Manifest, PartSpec
+from recovery.types import PartClass
+
+logger = logging.getLogger(__name__)
+
+_BUFFERS = 3
+_TRIES = 3
+"""Reads of one piece of live memory: the guard closes a view at most once a boundary."""
+
+
+class ReadingPort(Protocol):
+    """Bytes that a source lends."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """One-dimensional, uint8, contiguous."""
+
+    @property
+    def live(self) -> bool:
+        """Whether training may overwrite ``data`` at its next boundary."""
+
+
+class PartSource(Protocol):
+    """Where a checkpoint's bytes come from; ``recovery.snapshot.Lease`` is one."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the source holds, with every digest."""
+
+    def read(self, part: int, offset: int, num_bytes: int) -> ReadingPort:
+        """Return bytes of the manifest's part number ``part``."""
+
+    def acknowledge(self, part: int, chunk: int) -> None:
+        """A chunk was taken and will not be asked again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteReport:
+    """What a save did."""
+
+    url: str
+    manifest: Manifest
+    num_bytes: int
+    """Of all its files."""
+    written_bytes: int
+    linked_bytes: int
+    """In files whose content an earlier checkpoint had already."""
+    already_there: bool = False
+    """The same checkpoint stood there, and every byte of it was verified: nothing was written."""
+
+
+class _Share:
+    """The parts of one scope, each with its source."""
+
+    def __init__(self, sources: Sequence[PartSource], scope: Scope) -> None:
+        self.scope = scope
+        self.parts: list[tuple[PartSource, int]] = []
+        specs: list[PartSpec] = []
+        for source in sources:
+            for index, part in enumerate(source.manifest.parts):
+                if (part.part_class is PartClass.REPLICATED) == (scope is Scope.REPLICATED):
+                    self.parts.append((source, index))
+                    specs.append(part)
+        first = sources[0].manifest
+        self.manifest = Manifest(
+            run_id=first.run_id,
+            worker=first.worker,
+            cut=first.cut,
+            numerics_id=first.numerics_id,
+            layout_digest=first.layout_digest,
+            fingerprint=first.fingerprint if scope is Scope.REPLICATED else type(first.fingerprint)(b""),
+            digest_algorithm=first.digest_algorithm,
+            parts=tuple(specs),
+        )
+
+
+def write_checkpoint(
+    storage: Storage,
+    sources: Sequence[PartSource],
+    *,
+    records: Mapping[str, object] | None = None,
+    previous: Sequence[Checkpoint] = (),
+    clock: Clock | None = None,
+) -> list[WriteReport]:
+    """Make the sources' parts durable checkpoints: replicated parts of the version, private parts of the worker.
+
+    Args:
+        storage: The root.
+        sources: One or more, all at the same cut of the same worker; together they hold at least one part.
+        records: Side records, JSON values by name.
+        previous: Open checkpoints of the same storage. A part of theirs with the same content is verified, then
+            linked or copied by the server, instead of written.
+        clock: Only for the time that people read in the record.
+
+    Returns:
+        One report for each scope that has parts, replicated first.
+
+    Raises:
+        CheckpointFailed: the storage failed, the memory differs from the sources' manifest, or another checkpoint of
+            the same version with another content stands there. Nothing half-written remains under a manifest; what
+            stood there before is unchanged, except that a torn or, for private parts, older one may be gone.
+    """
+    cuts = {(source.manifest.run_id, source.manifest.worker, source.manifest.cut) for source in sources}
+    if len(cuts) != 1:
+        raise CheckpointFailed(f"a checkpoint holds one cut of one worker, not {len(cuts)}: {sorted(map(str, cuts))}")
+    reports = []
+    for scope in (Scope.REPLICATED, Scope.PRIVATE):
+        share = _Share(sources, scope)
+        if share.parts:
+            reports.append(_write_share(storage, share, records or {}, previous, clock or SystemClock()))
+    if not reports:
+        raise CheckpointFailed("there is nothing to save: no source holds a part")
+    return reports
+
+
+def folder_of(manifest: Manifest, scope: Scope) -> str:
+    """Return the folder of a checkpoint inside its storage."""
+    step = step_folder(manifest.cut.version)
+    return step if scope is Scope.REPLICATED else f"{step}/{worker_folder(manifest.worker.worker_id)}"
+
+
+def write_hint(storage: Storage, manifest: Manifest) -> None:
+    """Let ``latest`` name a step. It is a hint: that it cannot be written is logged and changes nothing."""
+    try:
+        write_whole(storage, LATEST, f"{step_folder(manifest.cut.version)}\n".encode())
+    except OSError as error:
+        logger.warning("%s cannot be written, which is only a hint: %s", storage.url_of(LATEST), error)
+
+
+def _write_share(
+    storage: Storage, share: _Share, records: Mapping[str, object], previous: Sequence[Checkpoint], clock: Clock
+) -> WriteReport:
+    manifest = share.manifest
+    folder = folder_of(manifest, share.scope)
+    marker = f"{folder}/{manifest_name(manifest.worker)}"
+    files = tuple(file_of(manifest, index, share.scope) for index in range(len(manifest.parts)))
+    record = CheckpointRecord(
+        scope=share.scope, manifest=manifest, files=files, saved_at=clock.wall(), records=dict(records)
+    )
+    content = encode_record(record)
+    job = _Job(storage, folder, share)
+    try:
+        if _stands_already(storage, record):
+            return WriteReport(
+                url=storage.url_of(folder),
+                manifest=manifest,
+                num_bytes=record.num_bytes,
+                written_bytes=0,
+                linked_bytes=0,
+                already_there=True,
+            )
+        for name in {folder, *(f"{folder}/{file.path}".rpartition("/")[0] for file in files)}:
+            storage.sweep(name)
+        # What stands there is torn, or of another life of this worker. Its marker goes first, durably: a marker over
+        # files of two saves would be a lie.
+        if storage.num_bytes(marker) is not None:
+            storage.delete(marker)
+            storage.settle([folder])
+        _own(storage, manifest)
+        job.write_files(files, previous)
+        storage.settle({folder, *(f"{folder}/{file.path}".rpartition("/")[0] for file in files)})
+        write_whole(storage, marker, content)
+    except (OSError, RetrySameDonor, TryOtherDonor) as error:  # the storage, or a lease that ended under the save
+        job.undo()
+        raise CheckpointFailed(f"saving {manifest.cut} to {storage.url_of(folder)} failed: {error}") from error
+    except BaseException:
+        job.undo()
+        raise
+    if share.scope is Scope.REPLICATED:
+        write_hint(storage, manifest)
+    return WriteReport(
+        url=storage.url_of(folder),
+        manifest=manifest,
+        num_bytes=record.num_bytes,
+        written_bytes=job.written_bytes,
+        linked_bytes=job.linked_bytes,
+    )
+
+
+def _own(storage: Storage, manifest: Manifest) -> None:
+    """Say whose step this is before any other file does, so that retention can tell what an interrupted save left."""
+    path = f"{step_folder(manifest.cut.version)}/{OWNER}{manifest.run_id}"
+    if storage.num_bytes(path) is None:
+        handle = storage.create(path)
+        try:
+            handle.commit()
+        finally:
+            handle.abort()
+
+
+def _stands_already(storage: Storage, record: CheckpointRecord) -> bool:
+    manifest = record.manifest
+    private = record.scope is Scope.PRIVATE
+    try:
+        with open_checkpoint(
+            storage,
+            manifest.cut.version,
+            run_id=manifest.run_id,
+            worker_id=manifest.worker.worker_id if private else None,
+            local_rank=manifest.worker.local_rank,
+            num_local_ranks=manifest.worker.num_local_ranks,
+        ) as standing:
+            if standing.record.files != record.files or standing.manifest.cut != manifest.cut:
+                if not private:
+                    standing.verify()
+                    raise CheckpointFailed(
+                        f"{standing.url} holds a whole checkpoint of {manifest.cut.version} with another content, "
+                        f"saved by {standing.manifest.worker}: one of the two is not of this history"
+                    )
+                return False
+            if [part.tree for part in standing.manifest.parts] != [part.tree for part in manifest.parts]:
+                return False
+            standing.verify()
+            return True
+    except CheckpointRejected:
+        return False  # nothing, or something torn: it is written anew
+
+
+class _Job:
+    """The files of one save, until they are all durable."""
+
+    def __init__(self, storage: Storage, folder: str, share: _Share) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._share = share
+        self._made: list[str] = []
+        self.written_bytes = 0
+        self.linked_bytes = 0
+
+    def write_files(self, files: Sequence[PartFile], previous: Sequence[Checkpoint]) -> None:
+        """Write or link every file; all are durable, but their names not yet."""
+        have = {file.content_digest: (found, file) for found in previous for file in found.record.files}
+        # One thread writes, in order, while this one reads and hashes; another waits for the disk.
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="ckpt-write") as writing,
+            ThreadPoolExecutor(2, thread_name_prefix="ckpt-commit") as committing,
+        ):
+            commits: list[Future[None]] = []
+            buffers = _Buffers()
+            for file, (source, index) in zip(files, self._share.parts, strict=True):
+                path = f"{self._folder}/{file.path}"
+                twin = have.get(file.content_digest)
+                if twin is not None and self._reuse(*twin, path):
+                    self.linked_bytes += file.num_bytes
+                    self._made.append(path)
+                    _acknowledge_all(source, index)
+                    continue
+                handle = self._storage.create(path)
+                self._made.append(path)
+                try:
+                    _PartWriting(handle, source, index).write(writing, buffers)
+                except BaseException:
+                    handle.abort()
+                    for future in commits:
+                        future.exception()  # only to have them ended: the first error is the one that counts
+                    raise
+                commits.append(committing.submit(_commit, handle))
+                self.written_bytes += file.num_bytes
+            for future in commits:
+                future.result()
+
+    def undo(self) -> None:
+        """Remove the files of this save: without a manifest they only fill the disk."""
+        for path in self._made:
+            try:
+                self._storage.delete(path)
+            except OSError as error:
+                logger.warning("%s stays behind after a failed save: %s", self._storage.url_of(path), error)
+
+    def _reuse(self, previous: Checkpoint, twin: PartFile, path: str) -> bool:
+        source = f"{previous.folder}/{twin.path}"
+        if source == path:
+            return False
+        try:
+            previous.verify([twin.part])  # a link to a damaged file would spread the damage over every later step
+            return self._storage.duplicate(source, path)
+        except CheckpointRejected as error:
+            logger.warning("an unchanged part is written anew, since its last copy is damaged: %s", error)
+            return False
+
+
+def _commit(handle: Writable) -> None:
+    try:
+        handle.commit()
+    finally:
+        handle.abort()
+
+
+class _Buffers:
+    """A few chunks of memory that reading and writing take turns in."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(_BUFFERS)]
+        self._busy: list[Future[None] | None] = [None] * _BUFFERS
+        self._next = 0
+
+    def take(self) -> tuple[int, torch.Tensor]:
+        """Return a buffer whose last write has ended, raising that write's error."""
+        slot = self._next
+        self._next = (slot + 1) % _BUFFERS
+        pending, self._busy[slot] = self._busy[slot], None
+        if pending is not None:
+            pending.result()
+        return slot, self._buffers[slot]
+
+    def busy(self, slot: int, write: Future[None]) -> None:
+        """Remember that ``write`` still reads the buffer, or memory that was lent in its place."""
+        self._busy[slot] = write
+
+    def drain(self) -> None:
+        """Wait for every write, raising the first error."""
+        pending, self._busy = self._busy, [None] * _BUFFERS
+        # All of them first: after this the file is closed, and a write that still ran would hit whatever gets its
+        # descriptor next.
+        wait([write for write in pending if write is not None])
+        for write in pending:
+            if write is not None:
+                write.result()
+
+
+class _PartWriting:
+    def __init__(self, handle: Writable, source: PartSource, index: int) -> None:
+        self._handle = handle
+        self._source = source
+        self._index = index
+        self._spec = source.manifest.parts[index]
+        self._algorithm = source.manifest.digest_algorithm
+        self._plan: FilePlan = plan_file(self._spec)
+        self._left = list(self._plan.pieces_of_chunk)
+
+    def write(self, writing: ThreadPoolExecutor, buffers: _Buffers) -> None:
+        try:
+            buffers.busy(buffers.take()[0], writing.submit(self._handle.write, memoryview(self._plan.header)))
+            for run in self._plan.runs:
+                slot, buffer = buffers.take()
+                if len(run.pieces) == 1:
+                    data = self._checked(run.pieces[0], buffer[: run.num_bytes])
+                else:
+                    start = 0
+                    for piece in run.pieces:
+                        into = buffer[start : start + piece.num_bytes]
+                        found = self._checked(piece, into)
+                        if found.data_ptr() != into.data_ptr():
+                            into.copy_(found)
+                        start += piece.num_bytes
+                    data = buffer[: run.num_bytes]
+                buffers.busy(slot, writing.submit(self._handle.write, data.numpy().data))
+        finally:
+            buffers.drain()
+
+    def _checked(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a piece's bytes after their digest was found right: lent ones if they stand still, else a copy."""
+        for _ in range(_TRIES):
+            reading = self._source.read(self._index, piece.part_offset, piece.num_bytes)
+            data = reading.data
+            if reading.live:
+                # Hash what will be written, not what may be overwritten between hash and write.
+                data = buffer.copy_(reading.data)
+            if chunk_digest(self._algorithm, data) == piece.digest:
+                self._left[piece.chunk] -= 1
+                if not self._left[piece.chunk]:
+                    self._source.acknowledge(self._index, piece.chunk)
+                return data
+            if not reading.live:
+                break
+        raise CheckpointFailed(
+            f"part {self._spec.name}, tensor {piece.path}: the memory differs from the snapshot's manifest; it was "
+            "written round the guard, or is damaged. Nothing was saved"
+        )
+
+
+def _acknowledge_all(source: PartSource, index: int) -> None:
+    for chunk in range(len(source.manifest.parts[index].chunks)):
+        source.acknowledge(index, chunk)
