@@ -146,7 +146,9 @@ class Child:
         code = process.wait()
         self._record.add(self.source, "exited", {"pid": process.pid, "code": code}, launch=self.launch)
         if not self._ending.is_set():
-            self._record.fail(f"{self.source} (process {process.pid}) ended by itself, exit code {code}\n{self.log_tail()}")
+            self._record.fail(
+                f"{self.source} (process {process.pid}) ended by itself, exit code {code}\n{self.log_tail()}"
+            )
 
 
 class Children:

@@ -35,6 +35,15 @@ def rate(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / MEGABYTE:.2f} MB in {seconds:.3f} s, {speed}"
 
 
+def megabytes(entry: Entry, field: str) -> str:
+    """Return the bytes in ``field`` in words."""
+    return f"{entry.number(field) / MEGABYTE:.2f} MB"
+
+
+def _disk_rate(entry: Entry) -> str:
+    return rate(entry.number("num_bytes"), entry.number("took_seconds"))
+
+
 def _who(entry: Entry) -> str:
     return entry.text("worker_id") or entry.source
 
@@ -43,8 +52,9 @@ def _transfer_ended(entry: Entry) -> str:
     if entry.text("failure"):
         return f"{_who(entry)}: attempt {entry.text('attempt')} of its transfer failed: {entry.text('failure')}"
     reused = entry.number("reused_bytes")
-    again = f"; {reused / MEGABYTE:.2f} MB it already had" if reused else ""
-    return f"{_who(entry)} received {rate(entry.number('payload_bytes'), entry.number('took_seconds'))}{again}, cut {entry.text('cut')}"
+    again = f"; {megabytes(entry, 'reused_bytes')} it already had" if reused else ""
+    received = rate(entry.number("payload_bytes"), entry.number("took_seconds"))
+    return f"{_who(entry)} received {received}{again}, cut {entry.text('cut')}"
 
 
 def _roster(entry: Entry) -> str | None:
@@ -66,14 +76,14 @@ def _guard(entry: Entry) -> str | None:
     if not entry.number("copied_bytes"):
         return None
     return (
-        f"{_who(entry)}'s outer step copied {entry.number('copied_bytes') / MEGABYTE:.2f} MB that a joiner still reads: "
+        f"{_who(entry)} copied {megabytes(entry, 'copied_bytes')} before its outer step, because a joiner still reads: "
         f"{entry.number('training_thread_seconds') * 1e3:.1f} ms of its training thread"
     )
 
 
 def _captured(entry: Entry) -> str:
     return (
-        f"{_who(entry)} captured {entry.number('num_bytes') / MEGABYTE:.2f} MB at {entry.text('cut')}: "
+        f"{_who(entry)} captured {megabytes(entry, 'num_bytes')} at {entry.text('cut')}: "
         f"{entry.number('training_thread_seconds') * 1e3:.1f} ms of its training thread"
     )
 
@@ -123,20 +133,24 @@ _TELLERS: dict[str, Callable[[Entry], str | None]] = {
     ),
     "TransferEnded": _transfer_ended,
     "ChunkRefetched": lambda e: (
-        f"{_who(e)}: chunk {e.text('chunk')} of {e.text('part')} from {e.text('donor')} was bad ({e.text('blame')}), asked again"
+        f"{_who(e)} asks again for chunk {e.text('chunk')} of {e.text('part')}: "
+        f"bad from {e.text('donor')} ({e.text('blame')})"
     ),
     "DonorFailed": lambda e: f"{_who(e)}: donor {e.text('donor')} failed: {e.text('reason')}",
     "StateRestored": lambda e: (
-        f"{_who(e)} holds {e.text('version')} from {e.text('source')}, {e.number('num_bytes') / MEGABYTE:.2f} MB verified"
+        f"{_who(e)} holds {e.text('version')} from {e.text('source')}, {megabytes(e, 'num_bytes')} verified"
     ),
     "SnapshotCaptured": _captured,
     "GuardCopied": _guard,
     "TrainingThreadWaited": _waited,
-    "CheckpointSaved": lambda e: f"{_who(e)} saved {e.text('cut')}: {rate(e.number('num_bytes'), e.number('took_seconds'))}",
+    "CheckpointSaved": lambda e: f"{_who(e)} saved {e.text('cut')}: {_disk_rate(e)}",
     "CheckpointSaveFailed": lambda e: f"{_who(e)} could not save: {e.text('reason')}",
-    "CheckpointLoaded": lambda e: f"{_who(e)} loaded {e.text('cut')}: {rate(e.number('num_bytes'), e.number('took_seconds'))}",
+    "CheckpointLoaded": lambda e: f"{_who(e)} loaded {e.text('cut')}: {_disk_rate(e)}",
     "CheckpointSkipped": lambda e: f"{_who(e)} skipped {e.text('url')}: {e.text('reason')}",
 }
+
+
+_STYLES = {"act": "bold cyan", "killed": "red", "flipped": "red", "error": "red"}
 
 
 class Display(Protocol):
@@ -159,13 +173,18 @@ class JsonDisplay:
         self._out = out
 
     def entry(self, entry: Entry) -> None:
-        if entry.kind != "mark":
-            print(entry.to_json(), file=self._out, flush=True)
+        print(entry.to_json(), file=self._out, flush=True)
 
     def result(self, proofs: Sequence[Proof], notes: Sequence[str], seconds: float) -> None:
         table = [{"name": proof.name, "holds": proof.holds, "detail": proof.detail} for proof in proofs]
         proved = all(proof.holds for proof in proofs)
-        result = {"type": "result", "proved": proved, "seconds": round(seconds, 2), "proofs": table, "notes": list(notes)}
+        result = {
+            "type": "result",
+            "proved": proved,
+            "seconds": round(seconds, 2),
+            "proofs": table,
+            "notes": list(notes),
+        }
         print(json.dumps(result), file=self._out, flush=True)
 
     def close(self) -> None:
@@ -215,7 +234,7 @@ class LiveDisplay:
         self._follow(entry)
         line = narrate(entry)
         if line is not None:
-            style = "bold cyan" if entry.kind == "act" else "red" if entry.kind in ("killed", "flipped", "error") else ""
+            style = _STYLES.get(entry.kind, "")
             self._console.print(Text(line, style=style))
 
     def _follow(self, entry: Entry) -> None:

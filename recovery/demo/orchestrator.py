@@ -50,9 +50,7 @@ def run_demo(settings: ScenarioSettings, display: Display, *, out: Path | None, 
         except KeyboardInterrupt:
             code = INTERRUPTED
             notes.append("Interrupted: all processes were ended.")
-        proofs = examine(
-            record.entries(), Expectation(workers=settings.workers, outer_steps=settings.outer_steps)
-        )
+        proofs = examine(record.entries(), Expectation(workers=settings.workers, outer_steps=settings.outer_steps))
         notes += _leave(record.entries(), folder, out)
         if keep:
             notes.append(f"Working folder kept: {folder}")
@@ -81,7 +79,7 @@ def _leave(entries: list[Entry], folder: Path, out: Path | None) -> list[str]:
         return ["Nothing was saved: give --out DIR for the loss curves, the record and the logs."]
     out.mkdir(parents=True, exist_ok=True)
     record_path = out / "record.jsonl"
-    record_path.write_text("".join(entry.to_json() + "\n" for entry in entries if entry.kind != "mark"))
+    record_path.write_text("".join(entry.to_json() + "\n" for entry in entries))
     shutil.copytree(folder / "logs", out / "logs", dirs_exist_ok=True)
     notes = [f"Record: {record_path}; logs: {out / 'logs'}"]
     if plot.matplotlib_present():

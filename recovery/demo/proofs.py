@@ -73,6 +73,16 @@ class History:
         """Return the states that came from peers while the run went on."""
         return [entry for entry in self.of("state") if entry.text("source") == PEERS]
 
+    def inner_steps_from(self, state: Entry) -> list[Entry]:
+        """Return the inner steps that a process took from ``state`` until its state was replaced again."""
+        steps = []
+        for entry in self.entries[self.entries.index(state) + 1 :]:
+            if entry.process == state.process and entry.kind == "state":
+                break
+            if entry.process == state.process and entry.kind == "inner":
+                steps.append(entry)
+        return steps
+
     def at_epoch(self, processes: Sequence[Process], epoch: float) -> list[Entry]:
         """Return what the processes reported of their inner state after ``epoch`` inner steps of the schedule."""
         return [
@@ -110,7 +120,7 @@ def _origin(history: History, expectation: Expectation) -> str:
         raise NotProved(f"{len(origins)} origins were named, not 1")
     if origins[0].version != Version(1, 0):
         raise NotProved(f"the origin began at {origins[0].version}, not L1.k0")
-    by_source = {source: 0 for source in (ORIGIN, PEERS)}
+    by_source = dict.fromkeys((ORIGIN, PEERS), 0)
     first = [f"worker-{index}" for index in range(expectation.workers - 1)]
     for worker_id in first:
         restored = history.of("StateRestored", (worker_id, 1))
@@ -159,7 +169,9 @@ def _survivors(history: History, expectation: Expectation) -> str:
     missing = [v for v in (Version(1, k) for k in range(1, expectation.outer_steps + 1)) if v not in applied]
     if missing:
         raise NotProved(f"nobody applied {missing[0]}")
-    return f"{len(committed)} boundaries, {outer_steps} outer steps of {len(history.processes)} processes, none left out"
+    return (
+        f"{len(committed)} boundaries, {outer_steps} outer steps of {len(history.processes)} processes, none left out"
+    )
 
 
 def _followed_every_step(history: History, process: Process) -> int:
@@ -235,7 +247,9 @@ def _next_step(history: History, expectation: Expectation) -> str:
                     raise NotProved(f"{digest} of {step.source} at {step.version} differs from {peer.source}'s")
         compared += 1
     if compared < expectation.workers + 1:
-        raise NotProved(f"{compared} recovered workers took a further step with others, fewer than {expectation.workers + 1}")
+        raise NotProved(
+            f"{compared} recovered workers took a further step with others, fewer than {expectation.workers + 1}"
+        )
     return f"{compared} recovered workers: the next step and one more, with the boundary's own pseudo-gradient, equal"
 
 
@@ -246,13 +260,11 @@ def _learning_rates(history: History, expectation: Expectation) -> str:
     for state in states:
         rates = state.numbers("learning_rates")
         if len(rates) != expectation.num_learning_rates:
-            raise NotProved(f"{state.source} reported {len(rates)} learning rates, not {expectation.num_learning_rates}")
+            raise NotProved(
+                f"{state.source} reported {len(rates)} learning rates, not {expectation.num_learning_rates}"
+            )
         donor = _donor_entry(history, state, "learning_rates", f"next {len(rates)} learning rates")
-        used = [
-            e.numbers("learning_rates")[0]
-            for e in history.of("inner", state.process)
-            if e.seconds >= state.seconds and state.number("epoch") <= e.number("epoch")
-        ]
+        used = [e.numbers("learning_rates")[0] for e in history.inner_steps_from(state)]
         for index, rate in enumerate(used[: len(rates)]):
             if rate != rates[index]:
                 raise NotProved(f"{state.source} used learning rate {rate} where its donor's is {rates[index]}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -22,7 +22,7 @@ from recovery.errors import BadConfiguration
 class TrainingSettings:
     """How the demo's replicas train. The same on every worker of a run."""
 
-    size: ModelSize = ModelSize()
+    size: ModelSize = field(default_factory=ModelSize)
     batch_size: int = 8
     inner_learning_rate: float = 1e-3
     warmup_inner_steps: int = 200
@@ -65,9 +65,7 @@ class Replica:
 
     def _outer_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.SGD:
         settings = self.settings
-        return torch.optim.SGD(
-            params, lr=settings.outer_learning_rate, momentum=settings.outer_momentum, nesterov=True
-        )
+        return torch.optim.SGD(params, lr=settings.outer_learning_rate, momentum=settings.outer_momentum, nesterov=True)
 
     def inner_step(self, windows: Tensor) -> float:
         """Take one inner step on ``windows``; return its loss, in nats a byte."""
@@ -81,7 +79,8 @@ class Replica:
     def pseudo_gradients(self) -> list[Tensor]:
         """Return outer minus live, one new tensor a parameter; calling it again gives the same values."""
         return [
-            outer.detach() - live.detach() for outer, live in zip(self.outer_params, self.model.parameters(), strict=True)
+            outer.detach() - live.detach()
+            for outer, live in zip(self.outer_params, self.model.parameters(), strict=True)
         ]
 
     def outer_step(self, averaged: Sequence[Tensor]) -> None:
@@ -173,7 +172,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     hasher = xxhash.xxh3_128()
     for name, tensor in tensors:
         hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

@@ -102,8 +102,8 @@ class Entry:
 
     def to_json(self) -> str:
         """Return the entry as one line of JSON."""
-        plain = {"seconds": round(self.seconds, 4), "source": self.source, "launch": self.launch, "type": self.kind}
-        return json.dumps({**plain, **{name: value for name, value in self.fields.items() if name not in plain}})
+        where = {"seconds": round(self.seconds, 4), "source": self.source, "launch": self.launch}
+        return json.dumps({**where, "type": self.kind, "fields": dict(self.fields)})
 
 
 class Record:
@@ -117,6 +117,11 @@ class Record:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[Entry], None]] = []
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the demo's start; later entries have no smaller number."""
+        return self._monotonic() - self._start
+
     def listen(self, listener: Callable[[Entry], None]) -> None:
         """Call ``listener`` with each later entry, in order, on the adding thread; it must return at once."""
         with self._changed:
@@ -125,8 +130,7 @@ class Record:
     def add(self, source: str, kind: str, fields: Mapping[str, object] | None = None, *, launch: int = 0) -> Entry:
         """Append an entry stamped with the present time and return it."""
         with self._changed:
-            seconds = self._monotonic() - self._start
-            entry = Entry(seconds=seconds, source=source, launch=launch, kind=kind, fields=dict(fields or {}))
+            entry = Entry(seconds=self.seconds, source=source, launch=launch, kind=kind, fields=dict(fields or {}))
             self._entries.append(entry)
             for listener in self._listeners:
                 listener(entry)
@@ -141,7 +145,7 @@ class Record:
         """
         message = json.loads(line)
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-            raise ValueError(f"{source} wrote a line that is no report: {line[:200]!r}")
+            raise ValueError(f"{source} wrote a line that is no report: {line[:200]!r}")  # noqa: TRY004
         kind = message.pop("type")
         if kind == "event":
             return self.add(source, str(message["event"]), message["fields"], launch=launch)

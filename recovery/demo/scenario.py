@@ -11,16 +11,16 @@ Each act waits for what it caused, so the story goes as fast as the run and neve
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from recovery.demo.children import Child, Children
 from recovery.demo.reports import COORDINATOR, DEMO, Entry, Record, ScenarioFailed
-from recovery.errors import BadConfiguration
+from recovery.errors import BadConfiguration, DonorBusy
 from recovery.types import Version
 
 START_SECONDS = 60.0
@@ -65,7 +65,9 @@ class Operator(Protocol):
     def resync(self, worker_id: str, timeout_seconds: float) -> str:
         """Order a worker to take its state from peers again; return what it says when it has."""
 
-    def watch(self, on_event: Callable[[str, Mapping[str, object]], None]) -> contextlib.AbstractContextManager[None]:
+    def watch(
+        self, on_event: Callable[[str, Mapping[str, object]], None], on_lost: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[None]:
         """Call ``on_event`` with the name and fields of each of the coordinator's events while the context lasts."""
 
 
@@ -95,7 +97,7 @@ class Scenario:
             ScenarioFailed: a process ended by itself, or something awaited did not happen in time.
         """
         self._start_coordinator()
-        with self._connect(self._address) as operator, operator.watch(self._on_coordinator_event):
+        with self._connect(self._address) as operator, operator.watch(self._on_coordinator_event, self._record.fail):
             self._start_run()
             self._join()
             self._kill_and_return()
@@ -160,7 +162,7 @@ class Scenario:
         self._act(f"random bits flip in the outer copy of {worker_id}, chosen by that process itself")
         self._verify(operator, worker_id, "before")
         self._await_inner_step(worker_id)
-        began = self._now()
+        began = self._record.seconds
         child.command({"command": "flip", "seed": self._settings.seed, "num_tensors": NUM_FLIPPED_TENSORS})
         self._record.wait_for(
             f"the flip in {worker_id}",
@@ -169,9 +171,10 @@ class Scenario:
         )
         self._verify(operator, worker_id, "damaged")
         self._act(f"resync of {worker_id} is ordered by RPC")
-        with _in_thread(f"resync of {worker_id}", lambda: operator.resync(worker_id, ORDER_SECONDS)) as resync:
+        with ThreadPoolExecutor(1, "demo-resync") as thread:
+            resync = thread.submit(operator.resync, worker_id, ORDER_SECONDS)
             child.command({"command": "go_on"})
-            detail = resync(ORDER_SECONDS + 5.0)
+            detail = resync.result()
         self._record.add(DEMO, "resynced", {"worker": worker_id, "detail": detail})
         self._await_state(worker_id, since=began)
         self._verify(operator, worker_id, "healed")
@@ -194,17 +197,15 @@ class Scenario:
 
     def _lose_everything(self) -> None:
         self._act("all workers are killed (SIGKILL)")
-        began = self._now()
+        began = self._record.seconds
         for child in self._workers.values():
             child.kill()
-        for worker_id in self._worker_ids:
-            self._record.wait_for(
-                f"the coordinator's notice of the loss of {worker_id}",
-                lambda entries, worker_id=worker_id: _last(
-                    entries, began, lambda e: e.kind == "WorkerLost" and e.text("worker_id") == worker_id
-                ),
-                timeout_seconds=STEP_SECONDS,
-            )
+
+        def all_noticed(entries: Sequence[Entry]) -> bool | None:
+            lost = {e.text("worker_id") for e in _since(entries, began) if e.kind == "WorkerLost"}
+            return lost.issuperset(self._worker_ids) or None
+
+        self._record.wait_for("the coordinator's notice of every loss", all_noticed, timeout_seconds=STEP_SECONDS)
 
     def _resume(self, operator: Operator) -> None:
         worker_id = self._worker_ids[1]
@@ -224,9 +225,6 @@ class Scenario:
     @property
     def _worker_ids(self) -> list[str]:
         return [f"worker-{index}" for index in range(self._settings.workers)]
-
-    def _now(self) -> float:
-        return self._record.add(DEMO, "mark").seconds
 
     def _act(self, what: str) -> None:
         self._record.add(DEMO, "act", {"what": what})
@@ -253,7 +251,16 @@ class Scenario:
         self._record.add(COORDINATOR, name, fields)
 
     def _verify(self, operator: Operator, worker_id: str, when: str) -> None:
-        different = sorted(operator.verify(worker_id, ORDER_SECONDS))
+        deadline = time.monotonic() + ORDER_SECONDS
+        while True:
+            try:
+                different = sorted(operator.verify(worker_id, ORDER_SECONDS))
+                break
+            except DonorBusy:
+                # The worker took its outer step while its memory was hashed: the next version is asked instead.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
         self._record.add(DEMO, "verified", {"worker": worker_id, "when": when, "different": different})
 
     def _status(self, operator: Operator, when: str) -> None:
@@ -270,19 +277,21 @@ class Scenario:
     def _await_inner_step(self, worker_id: str) -> Entry:
         """Return the worker's next inner step that is neither the first nor the last of its phase."""
         process = _process(self._workers[worker_id])
-        began = self._now()
+        began = self._record.seconds
         middle = range(1, max(2, self._settings.inner_steps - 1))
         return self._record.wait_for(
             f"an inner step of {worker_id}",
             lambda entries: _last(
-                entries, began, lambda e: e.kind == "inner" and e.process == process and e.number("inner_step") in middle
+                entries,
+                began,
+                lambda e: e.kind == "inner" and e.process == process and e.number("inner_step") in middle,
             ),
             timeout_seconds=STEP_SECONDS,
         )
 
     def _await_applied(self, worker_ids: Sequence[str], *, more_steps: int) -> None:
         """Return when all of ``worker_ids`` applied the same ``more_steps`` versions from now on, sealed."""
-        began = self._now()
+        began = self._record.seconds
         processes = [_process(self._workers[worker_id]) for worker_id in worker_ids]
 
         def common(entries: Sequence[Entry]) -> bool | None:
@@ -315,34 +324,3 @@ def _since(entries: Sequence[Entry], seconds: float) -> Iterator[Entry]:
 
 def _last(entries: Sequence[Entry], since: float, matches: Callable[[Entry], bool]) -> Entry | None:
     return next((entry for entry in _since(entries, since) if matches(entry)), None)
-
-
-@contextlib.contextmanager
-def _in_thread(what: str, call: Callable[[], str]) -> Iterator[Callable[[float], str]]:
-    """Run ``call`` on a thread while the block goes on; the block gets a function that waits for its result."""
-    results: list[str] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:  # a thread's root: handed to whoever asks for the result
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"demo-{what}")
-    thread.start()
-
-    def result(timeout_seconds: float) -> str:
-        thread.join(timeout_seconds)
-        if errors:
-            raise ScenarioFailed(f"{what}: {errors[0]}") from errors[0]
-        if not results:
-            raise ScenarioFailed(f"{what} did not end within {timeout_seconds:.0f} s")
-        return results[0]
-
-    try:
-        yield result
-    finally:
-        thread.join()
-
-
