@@ -87,7 +87,7 @@ class CoordinatorClient:
 
     def __init__(
         self,
-        address: Address,
+        address: Address | str,
         security: SecurityConfig,
         hello: Callable[[], coordinator_pb2.Hello],
         on_message: Callable[[coordinator_pb2.CoordinatorMessage], None],
@@ -95,7 +95,7 @@ class CoordinatorClient:
         *,
         config: ClientConfig | None = None,
     ) -> None:
-        self.address = address
+        self.address = address if isinstance(address, Address) else Address.parse(address)
         self._security = security
         self._hello = hello
         self._on_message = on_message

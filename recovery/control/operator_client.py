@@ -35,8 +35,8 @@ class OperatorClient:
     ``RunRefused`` (another run, or wrong credentials), or the error that the operation ended with.
     """
 
-    def __init__(self, address: Address, security: SecurityConfig, *, run_id: str = "") -> None:
-        self._address = address
+    def __init__(self, address: Address | str, security: SecurityConfig, *, run_id: str = "") -> None:
+        self._address = address if isinstance(address, Address) else Address.parse(address)
         self._run_id = run_id
         self._security = security
         self._channel: grpc.Channel | None = None
