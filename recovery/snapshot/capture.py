@@ -74,6 +74,7 @@ class Capture:
     version: Version
     inner_step: int
     arena: Arena
+    layout_digest: bytes
     regions: dict[PartName, torch.Tensor]
     parts: dict[PartName, LivePart] = field(default_factory=dict)
     jobs: CopyJobs = field(default_factory=lambda: CopyJobs(()))
@@ -89,6 +90,7 @@ class Captured:
     """A finished capture: frozen parts in the order of registration, and what it cost the training thread."""
 
     cut: Cut
+    layout_digest: bytes
     parts: tuple[LivePart, ...]
     data: tuple[torch.Tensor, ...]
     copied_on_training_thread_bytes: int
@@ -142,6 +144,7 @@ class PrivateCapture:
         self._arena: Arena | None = None
         self._sizes: dict[PartName, int] = {}
         self._touched = False
+        self._layout_digest = b""
         self._capture: Capture | None = None
 
     def request(self, request: Request) -> None:
@@ -204,7 +207,13 @@ class PrivateCapture:
 
     def step_begins(self, version: Version) -> None:
         """What was captured is about to change: the capture is over when this returns."""
-        self._guarded(lambda: self._read_scalars(version))
+        if self._capture is not None:
+            self._guarded(lambda: self._finish(version))
+
+    # Stages
+
+    def _finish(self, version: Version) -> None:
+        self._read_scalars(version)
         capture = self._capture
         if capture is None:
             return
@@ -215,8 +224,6 @@ class PrivateCapture:
         if waited:
             self._on_waited(span.seconds, ", ".join(request.holder for request in self._eligible(capture.version)))
         self._complete(capture)
-
-    # Stages
 
     def _eligible(self, version: Version) -> list[Request]:
         with self._lock:
@@ -241,6 +248,7 @@ class PrivateCapture:
     def _measure(self) -> None:
         with self._stall.measure(StallCause.CAPTURE_MEASURE):
             total = self.size()
+            self._layout_digest = self._state.layout_digest()
             arena = self._vault.reserve(total)
             self._arena = arena
             self._touched = total <= self._measure_in_step_bytes
@@ -260,7 +268,8 @@ class PrivateCapture:
             for name, size in self._sizes.items():
                 regions[name] = self._arena.data[start : start + size]
                 start += _aligned(size)
-            capture = Capture(version, self._state.local_progress.inner_step, self._arena, regions)
+            inner_step = self._state.local_progress.inner_step
+            capture = Capture(version, inner_step, self._arena, self._layout_digest, regions)
             jobs: list[CopyJob] = []
             for name in self._state.private_copied_names:
                 when = rhythm(self._state, name)
@@ -364,7 +373,9 @@ class PrivateCapture:
         order = [name for name in self._state.private_copied_names if name in capture.parts]
         data = tuple(capture.regions[name] for name in order)
         parts = tuple(freeze(capture.parts[name], capture.regions[name]) for name in order)
-        self._on_captured(Captured(cut, parts, data, capture.copied_bytes, capture.seconds), requests)
+        self._on_captured(
+            Captured(cut, capture.layout_digest, parts, data, capture.copied_bytes, capture.seconds), requests
+        )
 
     def _abandon(self) -> None:
         capture = self._capture
@@ -385,7 +396,7 @@ class PrivateCapture:
             if reason.measure:
                 with self._lock:
                     self._drop_arena()
-        except Exception as error:  # noqa: BLE001 - a getter of the user's failed: whoever asked is told, training goes on
+        except Exception as error:  # noqa: BLE001 - the user's getter failed: who asked is told, training goes on
             self._abandon()
             failure = (
                 error if isinstance(error, RecoveryError) else DonorBusy(f"reading the private parts failed: {error!r}")

@@ -113,12 +113,15 @@ class OuterSnapshot:
             if not self._open:
                 # Training may have written while the pass read: what it found counts for nothing.
                 manifest = self._digest_of_copies()
-        except RecoveryError as error:
-            self._failure = error
-        else:
             self._manifest_bytes = encode(manifest)
             self._manifest = manifest
-        self._digested.set()
+        except RecoveryError as error:
+            self._failure = error
+        except Exception as error:
+            self._failure = DonorRefused(f"the digest pass over {self.version} failed: {error!r}")
+            raise  # a bug: the thread's owner gets it as well
+        finally:
+            self._digested.set()
 
     def _digest_of_copies(self) -> Manifest:
         with self._lock:
@@ -167,7 +170,8 @@ class OuterSnapshot:
             DonorBusy: the version is closed, and ``holder`` had no lease on it.
         """
         with self._lock:
-            if self._gone or (not self._open and not self.book.holds(holder)):
+            # Who comes while the guard copies comes too late: what is to be copied has been settled.
+            if self._gone or (self._closing and not self.book.holds(holder)):
                 raise DonorBusy(self._gone or f"{self.version} is over: ask for the newer version")
             return self.book.take(holder, until_boundary=False)
 
@@ -255,6 +259,7 @@ class OuterSnapshot:
         """The memory was written without the guard: nothing that is not saved can be served. Training thread."""
         with self._lock:
             self._open = False
+            self._closing = True
             self._gone = reason
             records = self.book.records()
         callbacks = tuple(callback for record in records for callback in record.on_closed)

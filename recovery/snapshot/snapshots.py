@@ -83,7 +83,6 @@ class Snapshots:
         self._closed_versions: list[OuterSnapshot] = []
         self._private: list[PrivateSnapshot] = []
         self._phase_seconds: float | None = None
-        self._layout_digest = b""
         self._standing = False
         self._standing_lock = threading.Lock()
         self._started = False
@@ -175,8 +174,7 @@ class Snapshots:
         with self.stall.measure(StallCause.PUBLISH):
             self._watch()
             parts = [self._standing_part(name) for name in self._state.replicated_names]
-            self._layout_digest = self._state.layout_digest()
-            cut, layout_digest = Cut(version), self._layout_digest
+            cut, layout_digest = Cut(version), self._state.layout_digest()
             private_bytes = self._capture.size() if self._config.prefault else 0
             snapshot = OuterSnapshot(
                 version,
@@ -372,16 +370,13 @@ class Snapshots:
 
     def _captured(self, captured: Captured, requests: list[Request]) -> None:
         try:
-            manifest = self._describe(captured.parts, captured.cut, self._layout_digest)
-        except RecoveryError as error:
+            snapshot = self._private_snapshot(captured)
+        except Exception as error:  # whatever it is, nobody may wait for ever
             for request in requests:
                 request.future.set_exception(error)
+            if not isinstance(error, RecoveryError):
+                raise
             return
-        snapshot = PrivateSnapshot(
-            manifest,
-            captured.data,
-            lambda counts, on_empty: self._make_book(captured.cut, counts, on_empty),
-        )
         leases = [(request, self._private_lease(snapshot, request.holder)) for request in requests]
         with self._lock:
             self._private.append(snapshot)
@@ -397,6 +392,14 @@ class Snapshots:
         for request, lease in leases:
             request.future.set_result(lease)
         self._keeper.wake()
+
+    def _private_snapshot(self, captured: Captured) -> PrivateSnapshot:
+        manifest = self._describe(captured.parts, captured.cut, captured.layout_digest)
+        return PrivateSnapshot(
+            manifest,
+            captured.data,
+            lambda counts, on_empty: self._make_book(captured.cut, counts, on_empty),
+        )
 
     def _prefault(self, sizes: Sequence[int]) -> None:
         if self.num_leases:
