@@ -25,6 +25,7 @@
     │   ├── RunPaused               disagreement or missing members that only an operator can resolve
     │   ├── CoordinatorUnreachable  not at the address, or gone for longer than the deadline
     │   ├── WorkerPoisoned          the state was written and not verified
+    │   ├── TransferCancelled       an operator, or the worker's end, stopped a recovery
     │   ├── MisuseError             a call out of order, from the wrong thread, or after close
     │   └── CheckpointFailed        saving failed, as often as the policy allows
     └── ControlFlow             not failures: they carry the training loop to where it goes on
@@ -134,6 +135,10 @@ class CoordinatorUnreachable(Stop):
 
 class WorkerPoisoned(Stop):
     """The worker's state was written and not verified: it may recover again or stop."""
+
+
+class TransferCancelled(Stop):
+    """An operator, or the end of the worker, stopped a recovery. What was verified is kept."""
 
 
 class MisuseError(Stop):

@@ -1,0 +1,677 @@
+"""The joiner's side of a transfer as a machine without IO: events in, actions out.
+
+It opens a conversation with every donor at once, takes the first good outer manifest as the reference, pulls replicated
+chunks from all donors that lend the same, then the private parts from one donor. ``recovery.protocol.joiner_session``
+carries the actions out.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from protos.recovery.v1 import peer_pb2
+from protos.recovery.v1.peer_pb2 import DonorLetter, JoinerLetter
+from recovery import events
+from recovery.errors import (
+    BadConfiguration,
+    ChunkDamaged,
+    DonorBusy,
+    DonorLost,
+    DonorMemoryChanged,
+    DonorRefused,
+    ManifestRejected,
+    NoDonorLeft,
+    RecoveryError,
+)
+from recovery.protocol.chunk_table import ChunkFlight, ChunkTable, FlightState
+from recovery.protocol.joiner_io import (
+    Arrived,
+    Checked,
+    Dial,
+    Dialled,
+    Drop,
+    Emit,
+    Ended,
+    Fail,
+    Finish,
+    Heard,
+    JoinerAction,
+    JoinerEvent,
+    LinkOpened,
+    OpenLink,
+    Post,
+    PostedPull,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Quiet,
+    Say,
+    Tick,
+    Written,
+)
+from recovery.protocol.letters import PROTOCOL, error_of, version_message, worker_message
+from recovery.protocol.manifest_pieces import ManifestAssembler
+from recovery.protocol.planner import (
+    ChunkKey,
+    ChunkOrder,
+    DonorView,
+    Flight,
+    PlannerConfig,
+    choose_lanes,
+    overtake,
+    plan,
+)
+from recovery.protocol.ports import OUTER, PRIVATE, Attempt, DonorPeer, Role
+from recovery.protocol.rate import RateMeter
+from recovery.state.manifest import Manifest, PartSpec
+from recovery.transport.link import MAX_LANES, lane_tag
+from recovery.types import PartClass
+
+_DAMAGED_CHUNKS_ALLOWED = 1
+_ACKNOWLEDGED_TOGETHER = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinerConfig:
+    """How a joiner behaves.
+
+    Attributes:
+        progress_seconds: A donor that owes something and moves nothing for this long is dropped.
+        private_seconds: How long a donor may take until its next inner-step boundary.
+        lanes: Sockets to each donor; 0: by the path's round trip.
+        bbr: Whether this machine may use BBR; few sockets are enough then.
+        delta: Hash what the destination holds first and pull only what differs.
+        planner: Sizes of pieces and windows.
+    """
+
+    progress_seconds: float = 10.0
+    private_seconds: float = 600.0
+    lanes: int = 0
+    bbr: bool = False
+    delta: bool = False
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+    def __post_init__(self) -> None:
+        if self.progress_seconds <= 0 or self.private_seconds < self.progress_seconds:
+            raise BadConfiguration(
+                f"deadlines of {self.progress_seconds} s (progress) and {self.private_seconds} s (private parts) "
+                "are not possible: the first must be positive, the second not shorter"
+            )
+        if not 0 <= self.lanes <= MAX_LANES:
+            raise BadConfiguration(f"{self.lanes} lanes are not possible: 0 (automatic) to {MAX_LANES}")
+
+
+class _Phase(enum.Enum):
+    DIALLING = "dialling"
+    OPENING = "awaiting its answer"
+    MANIFEST = "awaiting its manifest"
+    READY = "serving"
+    LOST = "lost"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class _Donor:
+    peer: DonorPeer
+    phase: _Phase = _Phase.DIALLING
+    meter: RateMeter = field(default_factory=RateMeter)
+    round_trip_seconds: float = 0.0
+    lane_bytes: list[int] = field(default_factory=list)
+    linked: bool = False
+    assembler: ManifestAssembler | None = None
+    private_assembler: ManifestAssembler | None = None
+    next_pull_id: int = 1
+    num_damaged: int = 0
+    moved: int = 0
+    progress_at: float = 0.0
+    arrived_bytes: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.phase not in (_Phase.LOST, _Phase.GONE)
+
+
+class JoinerMachine:
+    """Decides what the joiner says, posts and checks. Not thread-safe; time comes as an argument.
+
+    Attributes:
+        payload_bytes: Bytes that arrived over links, whatever became of them.
+        failures: Donors that were dropped, with the reason.
+        outer: The outer manifest that everything was pulled by, once there is one.
+        private: The private manifest, once there is one.
+    """
+
+    def __init__(self, attempt: Attempt, config: JoinerConfig) -> None:
+        self._attempt = attempt
+        self._config = config
+        self._donors = {peer.name: _Donor(peer, meter=RateMeter(peer.measured_rate)) for peer in attempt.donors}
+        self._tables: dict[Role, ChunkTable] = {}
+        self._next_flight = 1
+        self._private_donor: str | None = None
+        self._unacknowledged: list[ChunkKey] = []
+        self._over = False
+        self._reported_at: float | None = None
+        self.payload_bytes = 0
+        self.failures: dict[str, RecoveryError] = {}
+        self.outer: Manifest | None = None
+        self.private: Manifest | None = None
+
+    # What others want to know
+
+    @property
+    def reused_bytes(self) -> int:
+        """Bytes that were in place before this attempt."""
+        return sum(table.reused_bytes for table in self._tables.values())
+
+    @property
+    def verified_bytes(self) -> int:
+        return sum(table.done_bytes for table in self._tables.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the manifests seen so far."""
+        return sum(table.total_bytes for table in self._tables.values())
+
+    def rates(self, now: float) -> dict[str, tuple[float, float]]:
+        """Return each donor's measured bytes per second and round trip, where known."""
+        return {
+            name: (rate, donor.round_trip_seconds)
+            for name, donor in self._donors.items()
+            if (rate := donor.meter.rate(now)) > 0
+        }
+
+    def arrived_bytes(self) -> dict[str, int]:
+        """Return the payload bytes that came from each donor."""
+        return {name: donor.arrived_bytes for name, donor in self._donors.items()}
+
+    def waits_for(self) -> str:
+        """Return in words what the transfer waits for now."""
+        return "; ".join(f"{name}: {donor.phase.value}" for name, donor in self._donors.items()) or "a donor"
+
+    # Events
+
+    def start(self, now: float) -> list[JoinerAction]:
+        """Begin; called once, before any event."""
+        for donor in self._donors.values():
+            donor.progress_at = now
+        if not self._donors:
+            return self._fail(NoDonorLeft(f"transfer {self._attempt.transfer_id}: the ticket names no donor"))
+        return [Dial(donor.peer) for donor in self._donors.values()]
+
+    def handle(self, event: JoinerEvent, now: float) -> list[JoinerAction]:
+        """Take one event and return what to do, in order."""
+        if self._over:
+            return []
+        actions = self._handle(event, now)
+        if not self._over:
+            actions += self._move_on(now)
+        return actions
+
+    def _handle(self, event: JoinerEvent, now: float) -> list[JoinerAction]:
+        match event:
+            case Dialled(name, round_trip):
+                return self._dialled(self._donors[name], round_trip, now)
+            case Heard(name, letter):
+                return self._heard(self._donors[name], letter, now)
+            case LinkOpened(name, lanes, endpoints, round_trip):
+                return self._linked(self._donors[name], lanes, endpoints, round_trip, now)
+            case Ended(name, error):
+                return self._lose(self._donors[name], error)
+            case Quiet(name):
+                return self._quiet(self._donors[name])
+            case Arrived(name, pull_id):
+                return self._arrived(self._donors[name], pull_id, now)
+            case Checked(number, good, written):
+                return self._checked(number, good, written)
+            case Written(number):
+                return self._written(number)
+            case Prepared(role, viewable, candidates):
+                return [Probe(key) for key in self._tables[role].prepare(viewable, candidates)]
+            case Probed(key, present):
+                table = self._tables[key.role]
+                table.probed(key, present)
+                self._note_done(table, key)
+                return []
+            case Tick(moved):
+                return self._tick(dict(moved), now)
+
+    def _dialled(self, donor: _Donor, round_trip: float | None, now: float) -> list[JoinerAction]:
+        if donor.phase is not _Phase.DIALLING:
+            return []
+        donor.phase = _Phase.OPENING
+        donor.progress_at = now
+        measured = round_trip if round_trip is not None else donor.peer.round_trip_seconds
+        donor.round_trip_seconds = measured or 0.0
+        attempt = self._attempt
+        letter = peer_pb2.Open(
+            protocol=PROTOCOL,
+            run_id=attempt.run_id,
+            transfer_id=attempt.transfer_id,
+            attempt=attempt.number,
+            token=attempt.token,
+            joiner=worker_message(attempt.joiner),
+            donor=worker_message(donor.peer.worker),
+            version=version_message(attempt.version),
+            layout_digest=attempt.layout_digest,
+            lanes=self._config.lanes or choose_lanes(measured, bbr=self._config.bbr),
+            data_host=attempt.data_host,
+        )
+        return [Say(donor.peer.name, JoinerLetter(open=letter))]
+
+    def _heard(self, donor: _Donor, letter: DonorLetter, now: float) -> list[JoinerAction]:
+        if not donor.alive:
+            return []
+        donor.progress_at = now
+        try:
+            match letter.WhichOneof("kind"):
+                case "opened":
+                    return self._opened(donor, letter.opened)
+                case "refused":
+                    retry = letter.refused.retry_after.ToTimedelta().total_seconds()
+                    return self._lose(donor, error_of(donor.peer.name, letter.refused.failure, retry))
+                case "manifest":
+                    return self._manifest_piece(donor, letter.manifest)
+                case "closed":
+                    for pull_id in letter.closed.void_pull_ids:
+                        for table in self._tables.values():
+                            table.declare_void(donor.peer.name, pull_id)
+                    return []
+                case "answer":
+                    return self._answered(donor, letter.answer)
+                case "pull_refused":
+                    return self._lose(donor, error_of(donor.peer.name, letter.pull_refused.failure))
+                case "goodbye":
+                    return self._lose(donor, error_of(donor.peer.name, letter.goodbye.failure))
+                case other:
+                    return self._lose(donor, DonorRefused(f"{donor.peer.name} sent an unexpected letter ({other})"))
+        except ManifestRejected as error:
+            return self._lose(donor, error)
+
+    def _opened(self, donor: _Donor, opened: peer_pb2.Opened) -> list[JoinerAction]:
+        if donor.phase is not _Phase.OPENING or not 1 <= opened.lanes <= MAX_LANES:
+            raise ManifestRejected(f"{donor.peer.name} answered out of order, or with {opened.lanes} lanes")
+        donor.phase = _Phase.MANIFEST
+        donor.assembler = ManifestAssembler(OUTER, num_bytes=opened.manifest_bytes, digest=opened.manifest_digest)
+        donor.lane_bytes = [0] * opened.lanes
+        return [OpenLink(donor.peer.name, opened.scope, opened.lanes)]
+
+    def _manifest_piece(self, donor: _Donor, piece: peer_pb2.ManifestPiece) -> list[JoinerAction]:
+        assembler = donor.private_assembler if piece.role == PRIVATE else donor.assembler
+        if assembler is None:
+            raise ManifestRejected(f"{donor.peer.name} sent a manifest that was not asked for")
+        whole = assembler.add(piece)
+        if whole is None:
+            return []
+        _, manifest = whole
+        self._check_manifest(donor, piece.role, manifest)
+        if piece.role == PRIVATE:
+            donor.private_assembler = None
+            self.private = manifest
+            self._tables[PRIVATE] = ChunkTable(PRIVATE, manifest)
+            return [Prepare(PRIVATE, manifest)]
+        donor.assembler = None
+        donor.phase = _Phase.READY
+        if self.outer is None:
+            self.outer = manifest
+            self._tables[OUTER] = ChunkTable(OUTER, manifest)
+            return [Prepare(OUTER, manifest)]
+        if [_content(part) for part in manifest.parts] != [_content(part) for part in self.outer.parts]:
+            raise ManifestRejected(
+                f"{donor.peer.name} lends {self._attempt.version} with other content than {self.outer.worker}, "
+                "under the same fingerprint"
+            )
+        return []
+
+    def _check_manifest(self, donor: _Donor, role: Role, manifest: Manifest) -> None:
+        attempt = self._attempt
+        name = donor.peer.name
+        if manifest.run_id != attempt.run_id:
+            raise ManifestRejected(f"{name} lends a state of run {manifest.run_id!r}, not {attempt.run_id!r}")
+        wanted_class = PartClass.REPLICATED if role == OUTER else PartClass.PRIVATE_COPIED
+        for part in manifest.parts:
+            if part.part_class is not wanted_class:
+                raise ManifestRejected(f"{name} lists {part.name!r} ({part.part_class.value}) where it does not belong")
+        if role == OUTER and (manifest.cut.version, manifest.fingerprint) != (attempt.version, attempt.fingerprint):
+            raise ManifestRejected(
+                f"{name} lends {manifest.cut.version} with fingerprint {manifest.fingerprint.hex()[:12]}; "
+                f"wanted is {attempt.version} with {attempt.fingerprint.hex()[:12]}"
+            )
+        if role == PRIVATE:
+            cut = manifest.cut.version
+            if cut.lineage != attempt.version.lineage or cut < attempt.version:
+                raise ManifestRejected(f"{name} lends private parts of {cut}; wanted is {attempt.version} or later")
+
+    def _linked(
+        self, donor: _Donor, lanes: int, endpoints: tuple[str, ...], round_trip: float | None, now: float
+    ) -> list[JoinerAction]:
+        if not donor.alive:
+            return []
+        donor.linked = True
+        donor.progress_at = now
+        donor.lane_bytes = [0] * lanes
+        if round_trip is not None:
+            donor.round_trip_seconds = round_trip
+        ready = peer_pb2.LanesReady(local_endpoints=endpoints)
+        return [Say(donor.peer.name, JoinerLetter(lanes_ready=ready))]
+
+    def _arrived(self, donor: _Donor, pull_id: int, now: float) -> list[JoinerAction]:
+        for table in self._tables.values():
+            landed = table.landed(donor.peer.name, pull_id)
+            if landed is None:
+                continue
+            pull, actions = landed
+            donor.progress_at = now
+            donor.lane_bytes[pull.lane] -= pull.num_bytes
+            donor.arrived_bytes += pull.num_bytes
+            donor.meter.add(now, pull.num_bytes)
+            if not any(donor.lane_bytes):
+                donor.meter.end(now)
+            self.payload_bytes += pull.num_bytes
+            return actions
+        return []
+
+    def _checked(self, number: int, good: bool, written: bool) -> list[JoinerAction]:
+        table = self._table_of_flight(number)
+        key = table.flight_key(number)
+        complaint, actions = table.checked(number, good, written)
+        self._note_done(table, key)
+        if complaint is None:
+            return actions
+        donor = self._donors[complaint.donor]
+        if not donor.alive:
+            return actions + table.give_up(complaint)
+        letter = peer_pb2.Complaint(chunk=_chunk_id(key), pull_ids=[pull.pull_id for pull in complaint.pulls])
+        return [*actions, Say(donor.peer.name, JoinerLetter(complaint=letter))]
+
+    def _written(self, number: int) -> list[JoinerAction]:
+        table = self._table_of_flight(number)
+        key = table.flight_key(number)
+        actions = table.written(number)
+        self._note_done(table, key)
+        return actions
+
+    def _note_done(self, table: ChunkTable, key: ChunkKey) -> None:
+        """If the chunk is in place, the donors' guards need not save it for us: tell them, several at a time."""
+        if table.entries[key].done:
+            self._unacknowledged.append(key)
+
+    def _acknowledge(self) -> list[JoinerAction]:
+        keys, self._unacknowledged = self._unacknowledged, []
+        actions: list[JoinerAction] = []
+        for name, donor in self._donors.items():
+            if donor.phase is not _Phase.READY:
+                continue
+            known = [_chunk_id(key) for key in keys if key.role == OUTER or name == self._private_donor]
+            if known:
+                actions.append(Say(name, JoinerLetter(acknowledge=peer_pb2.Acknowledge(chunks=known))))
+        return actions
+
+    def _answered(self, donor: _Donor, answer: peer_pb2.ComplaintAnswer) -> list[JoinerAction]:
+        key = ChunkKey(answer.chunk.role, answer.chunk.part, answer.chunk.chunk)
+        table = self._tables.get(answer.chunk.role)
+        flight = table.flight_over(donor.peer.name, key, FlightState.COMPLAINED) if table is not None else None
+        if table is None or flight is None:
+            return []
+        entry = table.entries[key]
+        blame = peer_pb2.Blame.Name(answer.blame).removeprefix("BLAME_").lower()
+        actions: list[JoinerAction] = [
+            Emit(
+                events.ChunkRefetched(
+                    worker_id=self._attempt.joiner.worker_id,
+                    transfer_id=self._attempt.transfer_id,
+                    part=entry.name.part,
+                    chunk=key.chunk,
+                    donor=donor.peer.name,
+                    blame=blame,
+                )
+            )
+        ]
+        if answer.blame == peer_pb2.BLAME_VOID:
+            return actions + table.give_up(flight)
+        entry.bad.add(donor.peer.name)
+        actions += table.give_up(flight)
+        where = f"{entry.name.part} bytes {entry.name.offset} to {entry.name.offset + entry.name.num_bytes}"
+        if answer.blame == peer_pb2.BLAME_MEMORY:
+            error: RecoveryError = DonorMemoryChanged(
+                f"{donor.peer.name}: {where} in its memory differ from its manifest: written round the guard"
+            )
+            return actions + self._lose(donor, error)
+        donor.num_damaged += 1
+        if donor.num_damaged > _DAMAGED_CHUNKS_ALLOWED:
+            error = ChunkDamaged(f"{donor.peer.name}: {donor.num_damaged} chunks arrived damaged, the last was {where}")
+            return actions + self._lose(donor, error)
+        return actions
+
+    # Losing donors
+
+    def _lose(self, donor: _Donor, error: RecoveryError | None, reason: str = "") -> list[JoinerAction]:
+        """Drop a donor; without an error it did nothing wrong."""
+        if not donor.alive:
+            return []
+        donor.phase = _Phase.LOST
+        name = donor.peer.name
+        actions: list[JoinerAction] = []
+        if error is not None:
+            self.failures[name] = error
+            actions.append(
+                Emit(
+                    events.DonorFailed(
+                        worker_id=self._attempt.joiner.worker_id,
+                        transfer_id=self._attempt.transfer_id,
+                        donor=name,
+                        reason=f"{error.kind}: {error}",
+                    )
+                )
+            )
+        for table in self._tables.values():
+            # Their receives have ended, so that nothing has to be waited for.
+            for flight in table.flights_of(name, FlightState.COMPLAINED):
+                actions += table.give_up(flight)
+        return [*actions, Drop(name, reason or str(error))]
+
+    def _quiet(self, donor: _Donor) -> list[JoinerAction]:
+        donor.phase = _Phase.GONE
+        actions: list[JoinerAction] = []
+        for table in self._tables.values():
+            for flight in table.flights_of(donor.peer.name, FlightState.FLYING):
+                actions += table.give_up(flight)
+        if self._private_donor == donor.peer.name:
+            self._private_donor = None
+        return actions
+
+    def _tick(self, moved: dict[str, int], now: float) -> list[JoinerAction]:
+        actions: list[JoinerAction] = []
+        for name, count in moved.items():
+            donor = self._donors[name]
+            if count > donor.moved:
+                donor.moved, donor.progress_at = count, now
+        for donor in self._donors.values():
+            owed, limit = self._owed(donor)
+            if not owed:
+                continue
+            silent = now - donor.progress_at
+            if silent > limit:
+                error = DonorLost(f"{donor.peer.name}: no progress for {silent:.1f} s while it owed {owed}")
+                actions += self._lose(donor, error)
+        if self._reported_at is None or now - self._reported_at >= 1.0:
+            self._reported_at = now
+            actions.append(
+                Emit(
+                    events.TransferProgress(
+                        worker_id=self._attempt.joiner.worker_id,
+                        transfer_id=self._attempt.transfer_id,
+                        verified_bytes=self.verified_bytes,
+                        total_bytes=self.total_bytes,
+                        bytes_per_second=sum(rate for rate, _ in self.rates(now).values()),
+                    )
+                )
+            )
+        return actions
+
+    @property
+    def _progress(self) -> float:
+        return self._config.progress_seconds
+
+    def _owed(self, donor: _Donor) -> tuple[str, float]:
+        """Return what is awaited of a donor (empty: nothing) and for how long it may stand still."""
+        name = donor.peer.name
+        if donor.phase in (_Phase.OPENING, _Phase.MANIFEST):
+            return donor.phase.value.removeprefix("awaiting "), self._progress
+        if donor.phase is not _Phase.READY:
+            return "", self._progress  # dialling has its own deadline
+        if any(donor.lane_bytes):
+            return f"{sum(donor.lane_bytes)} bytes", self._progress
+        if any(table.flights_of(name, FlightState.COMPLAINED) for table in self._tables.values()):
+            return "an answer to a complaint", self._progress
+        if donor.private_assembler is not None:
+            return "its private parts", self._config.private_seconds
+        return "", self._progress
+
+    # Going on
+
+    def _move_on(self, now: float) -> list[JoinerAction]:
+        actions = self._acknowledge() if len(self._unacknowledged) >= _ACKNOWLEDGED_TOGETHER else []
+        outer = self._tables.get(OUTER)
+        if outer is not None and not outer.complete:
+            names = [name for name, donor in self._donors.items() if donor.phase is _Phase.READY and donor.linked]
+            actions += self._ask(outer, names, now)
+        if outer is not None and outer.complete:
+            actions += self._private_parts(now) if self._attempt.want_private else self._finish()
+        if self._over:
+            return actions
+        if all(donor.phase is _Phase.GONE for donor in self._donors.values()) and all(
+            table.quiet
+            for table in self._tables.values()  # what is being checked may be the last that was missing
+        ):
+            return actions + self._fail(self._no_donor_left())
+        return actions
+
+    def _private_parts(self, now: float) -> list[JoinerAction]:
+        table = self._tables.get(PRIVATE)
+        if self._private_donor is not None:
+            if table is not None and table.complete:
+                return self._finish()
+            return self._ask(table, [self._private_donor], now) if table is not None else []
+        if table is not None and not table.quiet:
+            return []  # bytes of the lost donor's cut are still being checked
+        # Another cut replaces what the lost donor lent; equal chunks are found again by their digests.
+        self._tables.pop(PRIVATE, None)
+        ready = [donor for donor in self._donors.values() if donor.phase is _Phase.READY and donor.linked]
+        opening = [donor for donor in self._donors.values() if donor.alive and donor not in ready]
+        if any(donor.peer.private_parts for donor in opening):
+            return []  # the one that is meant to lend them is about to be ready
+        if not ready:
+            return []
+        donor = max(ready, key=lambda each: (each.peer.private_parts, each.meter.rate(now)))
+        self._private_donor = donor.peer.name
+        donor.progress_at = now
+        donor.private_assembler = ManifestAssembler(PRIVATE)
+        want = peer_pb2.WantPrivate(not_before=version_message(self._attempt.version))
+        return [Say(donor.peer.name, JoinerLetter(want_private=want))]
+
+    def _ask(self, table: ChunkTable, names: list[str], now: float) -> list[JoinerAction]:
+        if not table.prepared:
+            return []
+        views = [self._view(self._donors[name], now) for name in names]
+        if table.any_needed:
+            orders = plan(table.needs(None), table.needed_bytes, views, self._config.planner)
+        else:
+            blockers = table.blockers()
+            if blockers:
+                actions: list[JoinerAction] = []
+                for name in blockers:
+                    actions += self._lose(self._donors[name], None, "others were faster")
+                return actions
+            idle = [view for view in views if not view.in_flight_bytes]
+            flights = [self._expected(table, flight, now) for flight in table.flying()] if idle else []
+            orders = overtake([flight for flight in flights if flight is not None], idle, self._config.planner)
+        return self._send_orders(table, orders, now)
+
+    def _expected(self, table: ChunkTable, flight: ChunkFlight, now: float) -> Flight | None:
+        if len(table.entries[flight.key].flights) > 1:
+            return None  # asked twice already
+        donor = self._donors[flight.donor]
+        rate = donor.meter.rate(now)
+        remaining = sum(donor.lane_bytes) / rate if rate > 0 else now - flight.asked_at
+        # One that stands still is expected to go on doing so.
+        remaining = max(remaining, now - donor.progress_at)
+        return Flight(
+            key=flight.key,
+            num_bytes=table.entries[flight.key].name.num_bytes,
+            donor=flight.donor,
+            remaining_seconds=remaining,
+        )
+
+    def _send_orders(self, table: ChunkTable, orders: list[ChunkOrder], now: float) -> list[JoinerAction]:
+        posts: list[JoinerAction] = []
+        batches: dict[str, peer_pb2.PullBatch] = {}
+        for order in orders:
+            donor = self._donors[order.donor]
+            lanes = len(donor.lane_bytes)
+            part_offset = table.entries[order.key].name.offset
+            batch = batches.setdefault(order.donor, peer_pb2.PullBatch())
+            pulls = []
+            if not any(donor.lane_bytes):
+                donor.meter.begin(now)
+                donor.progress_at = now
+            for piece in order.pieces:
+                pull_id = donor.next_pull_id
+                donor.next_pull_id += 1
+                donor.lane_bytes[piece.lane] += piece.num_bytes
+                tag = lane_tag(piece.lane, lanes, pull_id)
+                pulls.append(PostedPull(pull_id, piece.offset, piece.num_bytes, piece.lane, tag))
+                batch.pulls.add(
+                    pull_id=pull_id,
+                    role=table.role,
+                    part=order.key.part,
+                    offset=part_offset + piece.offset,
+                    num_bytes=piece.num_bytes,
+                    lane=piece.lane,
+                )
+            flight = table.take_off(self._next_flight, order.key, order.donor, tuple(pulls), now)
+            self._next_flight += 1
+            posts.append(Post(order.donor, flight.number, order.key, flight.direct, flight.pulls))
+        return posts + [Say(name, JoinerLetter(pull=batch)) for name, batch in batches.items()]
+
+    def _view(self, donor: _Donor, now: float) -> DonorView:
+        return DonorView(
+            name=donor.peer.name,
+            rate=donor.meter.rate(now),
+            round_trip_seconds=donor.round_trip_seconds,
+            lane_bytes=tuple(donor.lane_bytes),
+        )
+
+    def _table_of_flight(self, number: int) -> ChunkTable:
+        return next(table for table in self._tables.values() if table.has_flight(number))
+
+    def _finish(self) -> list[JoinerAction]:
+        self._over = True
+        goodbye = JoinerLetter(goodbye=peer_pb2.JoinerGoodbye(done=True, reason="everything is verified"))
+        told = [name for name, donor in self._donors.items() if donor.alive and donor.phase is not _Phase.DIALLING]
+        return [*(Say(name, goodbye) for name in told), Finish()]
+
+    def _fail(self, error: RecoveryError) -> list[JoinerAction]:
+        self._over = True
+        return [Fail(error)]
+
+    def _no_donor_left(self) -> RecoveryError:
+        lines = "; ".join(f"{name}: {error.kind}: {error}" for name, error in self.failures.items())
+        busy = [error for error in self.failures.values() if isinstance(error, DonorBusy)]
+        if busy and len(busy) == len(self.failures):
+            wait = min(error.retry_after_seconds for error in busy)
+            return DonorBusy(f"transfer {self._attempt.transfer_id}: every donor is busy: {lines}", wait)
+        return NoDonorLeft(
+            f"transfer {self._attempt.transfer_id}: no donor of {self._attempt.version} is left "
+            f"({self.verified_bytes} of {self.total_bytes or 'unknown'} bytes are verified and kept): {lines}"
+        )
+
+
+def _content(part: PartSpec) -> tuple[object, ...]:
+    """Return what two donors' replicated parts must have in common, byte for byte."""
+    return (part.name, part.part_class, part.num_bytes, part.chunks)
+
+
+def _chunk_id(key: ChunkKey) -> peer_pb2.ChunkId:
+    return peer_pb2.ChunkId(role=key.role, part=key.part, chunk=key.chunk)
