@@ -31,6 +31,7 @@ from recovery.types import PartClass, PartName, checked_id
 __all__ = [
     "BUFFERS",
     "FROZEN_PARAMS",
+    "LIVE_PARAMS",
     "LOCAL_PARAMS",
     "LOCAL_PROGRESS",
     "OUTER_PARAMS",
@@ -47,6 +48,7 @@ __all__ = [
 OUTER_PARAMS = PartName("outer_params")
 FROZEN_PARAMS = PartName("frozen_params")
 LOCAL_PARAMS = PartName("local_params")
+LIVE_PARAMS = PartName("live_params")
 OUTER_OPTIMIZER = "outer_optimizer"
 INNER_OPTIMIZER = "inner_optimizer"
 SCHEDULER = "scheduler"
@@ -83,7 +85,8 @@ class WorkerState:
 
     Built-in parts, in this order, as far as the worker has them: ``outer_params``, ``frozen_params`` (parameters of
     ``live`` that are not trained and not among the outer ones), ``outer_optimizer`` or ``outer_optimizer.<fragment>``,
-    ``run_progress``; ``local_params`` (trained, but never synchronised), ``inner_optimizer``, ``scheduler``,
+    ``run_progress``; ``local_params`` (trained, but never synchronised), ``live_params`` (only with fragments: one that
+    did not step at the last boundary is in the middle of its inner training there), ``inner_optimizer``, ``scheduler``,
     ``local_progress``, ``buffers``. Extras follow by ``add``.
 
     All methods belong to the thread that trains.
@@ -149,6 +152,9 @@ class WorkerState:
         self._register(ProgressPart(RUN_PROGRESS, replicated, self.run_progress))
         if local_only:
             self._register(TensorsPart(LOCAL_PARAMS, copied, lambda: self._live_params(local_only)))
+        if self._fragments and live is not None:
+            mirrored = [name for name, _, _ in self.live_copies()]
+            self._register(TensorsPart(LIVE_PARAMS, copied, lambda: self._live_params(mirrored)))
         for name, optimizer in _by_part(INNER_OPTIMIZER, inner_optimizer).items():
             self._register(OptimizerPart(name, copied, optimizer, self._names))
         for name, one in schedulers.items():

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from recovery.errors import LayoutMismatch, MisuseError, StateMismatch
 from recovery.state.agreement import layout_differences, parts_to_restore
 from recovery.state.chunks import PartBytes
@@ -21,7 +23,7 @@ from recovery.state.digest import part_digests
 from recovery.state.local_tensor import copy_bits, local, same_bits
 from recovery.state.manifest import Manifest
 from recovery.state.part import Part
-from recovery.state.parts import OUTER_PARAMS, WorkerState
+from recovery.state.parts import LIVE_PARAMS, OUTER_PARAMS, WorkerState
 from recovery.state.receiving import Receiving
 from recovery.state.tree import join
 from recovery.state.verification import part_differences
@@ -147,8 +149,7 @@ class Restoration:
             self._check_received()
         landings = {name: one.land(self._state.read_part(name)) for name, one in receiving.items()}
         values = [(one.part, join(one.spec.tree, landings[name].leaves)) for name, one in receiving.items()]
-        if OUTER_PARAMS in receiving:
-            self._check_live_copies()
+        self._check_live_copies()
         self._load([(part, value) for part, value in values if part.loads])
         # From here on nothing is expected to fail: every shape, dtype and structure was checked.
         self._committed = True
@@ -159,8 +160,7 @@ class Restoration:
             if not part.loads:
                 removed += part.attach(value)
             part.restored()
-        if OUTER_PARAMS in receiving:
-            self._write_live_copies()
+        self._write_live_copies()
         self._prove()
         return RestoreReport(
             num_tensors=sum(len(one.spec.tensors) for one in receiving.values()),
@@ -186,15 +186,20 @@ class Restoration:
                     f"manifest of {self._manifest.worker}; nothing was changed"
                 )
 
+    def _live_copies(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Return the live parameters that become what the restored outer ones are."""
+        restored = self._prepared()
+        return self._state.live_copies() if OUTER_PARAMS in restored and LIVE_PARAMS not in restored else []
+
     def _check_live_copies(self) -> None:
-        for name, outer, live in self._state.live_copies():
+        for name, outer, live in self._live_copies():
             if local(outer).shape != local(live).shape:
                 raise LayoutMismatch(
                     f"live/{name} is {list(local(live).shape)}, its outer parameter {list(local(outer).shape)}"
                 )
 
     def _write_live_copies(self) -> None:
-        for _, outer, live in self._state.live_copies():
+        for _, outer, live in self._live_copies():
             target, source = local(live), local(outer)
             if target.dtype == source.dtype:
                 copy_bits(target, source)
@@ -216,11 +221,10 @@ class Restoration:
         for name, one in self._prepared().items():
             found = self._state.read_part(name)
             differences += part_differences(one.spec, found, self._manifest.digest_algorithm)
-        if OUTER_PARAMS in self._prepared():
-            for parameter, outer, live in self._state.live_copies():
-                target, source = local(live), local(outer)
-                if not same_bits(target, source.to(target.dtype)):
-                    differences.append(f"live/{parameter}: differs from its outer parameter")
+        for parameter, outer, live in self._live_copies():
+            target, source = local(live), local(outer)
+            if not same_bits(target, source.to(target.dtype)):
+                differences.append(f"live/{parameter}: differs from its outer parameter")
         if differences:
             raise StateMismatch(
                 f"after restoring from {self._manifest.worker} at {self._manifest.cut}, memory differs from the "
