@@ -30,6 +30,8 @@ STEP_SECONDS = 40.0
 ORDER_SECONDS = 30.0
 """For an operator's order."""
 NUM_FLIPPED_TENSORS = 3
+CHECKPOINT_EVERY = 2
+"""Outer steps between two checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,11 @@ class Scenario:
             [
                 *("--listen", "127.0.0.1:0", "--new-run", "--run-id", self._settings.run_id),
                 *("--state-dir", str(state), "--port-file", str(port_file)),
+                *("--expected-workers", str(self._settings.workers - 1)),
+                *("--inner-steps", str(self._settings.inner_steps)),
+                *("--save-every", str(CHECKPOINT_EVERY)),
+                # All workers are killed on purpose here: nobody is expected back.
+                *("--expected-return", "1"),
             ]
         )
         deadline = time.monotonic() + START_SECONDS
@@ -126,7 +133,7 @@ class Scenario:
             if time.monotonic() > deadline:
                 raise ScenarioFailed(f"the coordinator did not write {port_file} within {START_SECONDS:.0f} s")
             time.sleep(0.02)
-        self._address = f"127.0.0.1:{int(port_file.read_text())}"
+        self._address = port_file.read_text().strip()
 
     def _start_run(self) -> None:
         first = self._worker_ids[:-1]
@@ -240,7 +247,7 @@ class Scenario:
             "num_workers": self._settings.workers,
             "inner_steps": self._settings.inner_steps,
             "checkpoint_url": str(self._folder / "checkpoints"),
-            "checkpoint_every": 2,
+            "checkpoint_every": CHECKPOINT_EVERY,
             "seed": self._settings.seed + 1000 * index + launch,
         }
         child = self._children.start_worker(worker_id, settings)
