@@ -37,6 +37,7 @@ from recovery.control.owner import Machine, RunOwner, spawn
 from recovery.control.policy import RunPolicy
 from recovery.control.record import HistoryRecord
 from recovery.control.rendezvous import RendezvousLimits, RendezvousServicer, RendezvousTable
+from recovery.control.run import RunMachine
 from recovery.control.security import RequireTokenAsync, SecurityConfig
 from recovery.control.service import CoordinatorServicer, OperationsServicer
 from recovery.errors import BadConfiguration, MisuseError
@@ -88,14 +89,8 @@ class CoordinatorConfig:
             raise BadConfiguration(f"silence_seconds is {self.silence_seconds}: take zero or more")
 
 
-MachineFactory = Callable[[RunPolicy, HistoryRecord], Machine]
-
-
-def production_machine(policy: RunPolicy, history: HistoryRecord) -> Machine:
-    """Return the run machine of production."""
-    from recovery.control.run import RunMachine
-
-    return RunMachine(policy, history)
+MachineFactory = Callable[[RunPolicy, HistoryRecord, float], Machine]
+"""Makes what decides, of the policy, the loaded history, and the wall clock minus the monotonic clock in seconds."""
 
 
 class _Coordinator:
@@ -132,7 +127,13 @@ class _Coordinator:
         if not policy.ticket_secret:
             policy = dataclasses.replace(policy, ticket_secret=secrets.token_bytes(32))
         table = RendezvousTable(self._clock, config.rendezvous)
-        owner = RunOwner(self._make_machine(policy, record), self._history.apply, table.end, self._clock, self._events)
+        owner = RunOwner(
+            self._make_machine(policy, record, self._clock.wall() - self._clock.monotonic()),
+            self._history.apply,
+            table.end,
+            self._clock,
+            self._events,
+        )
         server = grpc.aio.server(interceptors=[RequireTokenAsync(token)] if token else [], options=list(SERVER_OPTIONS))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(
             CoordinatorServicer(owner, policy.run_id, config.silence_seconds), server
@@ -192,7 +193,7 @@ def run_coordinator(
     announce: Callable[[Address], None] = lambda address: None,
     events: EventSink | None = None,
     clock: Clock | None = None,
-    make_machine: MachineFactory = production_machine,
+    make_machine: MachineFactory = RunMachine,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then end cleanly. Main thread only.
 
@@ -201,7 +202,7 @@ def run_coordinator(
         announce: Called with the bound address once workers can attach.
         events: Where events go; the log if None.
         clock: Time.
-        make_machine: Makes what decides; production's by default.
+        make_machine: Production's by default; tests script one.
 
     Raises:
         BadConfiguration: see ``CoordinatorConfig``; nothing was changed.
@@ -232,7 +233,7 @@ class CoordinatorServer:
         *,
         events: EventSink | None = None,
         clock: Clock | None = None,
-        make_machine: MachineFactory = production_machine,
+        make_machine: MachineFactory = RunMachine,
     ) -> None:
         self._config = config
         self._events = events or LogSink()
