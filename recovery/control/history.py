@@ -36,7 +36,7 @@ CREATE TABLE run (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), format INTE
     generation INTEGER NOT NULL, numerics_id TEXT NOT NULL, layout_digest BLOB NOT NULL, paused TEXT NOT NULL);
 CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, outer_step INTEGER NOT NULL, cause TEXT NOT NULL,
     parent_lineage INTEGER NOT NULL, parent_outer_step INTEGER NOT NULL, lost_steps INTEGER NOT NULL,
-    worker_id TEXT NOT NULL, started REAL NOT NULL);
+    worker_id TEXT NOT NULL, incarnation TEXT NOT NULL, started REAL NOT NULL);
 CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, outer_step INTEGER NOT NULL,
     members TEXT NOT NULL, verdict TEXT NOT NULL, created_lineage INTEGER NOT NULL, created_outer_step INTEGER NOT NULL,
     digest BLOB NOT NULL, voters TEXT NOT NULL, reason TEXT NOT NULL);
@@ -127,7 +127,9 @@ class History:
     def exists(self) -> bool:
         """Whether a run was created here."""
         return bool(
-            self._open().execute("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'run'").fetchone()[0]
+            self._open()
+            .execute("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'run'")
+            .fetchone()[0]
         )
 
     def create(self, run_id: str) -> None:
@@ -206,7 +208,7 @@ class History:
                 )
             case LineageBegun(version=version, parent=parent):
                 database.execute(
-                    "INSERT OR IGNORE INTO lineages VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT OR IGNORE INTO lineages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
                         version.lineage,
                         version.outer_step,
@@ -215,6 +217,7 @@ class History:
                         parent.outer_step,
                         record.lost_steps,
                         record.worker_id,
+                        record.incarnation,
                         record.started_wall_seconds,
                     ),
                 )
@@ -264,12 +267,10 @@ class History:
             "SELECT generation, numerics_id, layout_digest, paused FROM run"
         ).fetchone()
         record = HistoryRecord(run_id, generation, numerics_id, layout_digest, paused=paused)
-        for lineage, step, cause, parent, parent_step, lost, worker_id, started in database.execute(
+        for lineage, step, cause, parent, parent_step, *rest in database.execute(
             "SELECT * FROM lineages ORDER BY lineage"
         ):
-            record.lineages.append(
-                LineageBegun(Version(lineage, step), cause, Version(parent, parent_step), lost, worker_id, started)
-            )
+            record.lineages.append(LineageBegun(Version(lineage, step), cause, Version(parent, parent_step), *rest))
         for lineage, step, fingerprint in database.execute("SELECT * FROM seals ORDER BY lineage, outer_step"):
             record.apply(VersionSealed(Version(lineage, step), fingerprint))
         newest = database.execute("SELECT * FROM epochs ORDER BY epoch DESC LIMIT ?", (KEPT_EPOCHS,)).fetchall()

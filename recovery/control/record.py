@@ -32,13 +32,14 @@ class RunSettled:
 
 @dataclass(frozen=True, slots=True)
 class LineageBegun:
-    """``worker_id`` was chosen to begin ``version.lineage``; void unless a version of it is sealed later."""
+    """One process was chosen to begin ``version.lineage``; void unless a version of it is sealed later."""
 
     version: Version
     cause: str
     parent: Version
     lost_steps: int
     worker_id: str
+    incarnation: str
     started_wall_seconds: float
 
 
@@ -96,9 +97,7 @@ class PauseSet:
     reason: str
 
 
-Change = (
-    RunSettled | LineageBegun | EpochOpened | EpochClosed | VersionSealed | PositionRecorded | DrainSet | PauseSet
-)
+Change = RunSettled | LineageBegun | EpochOpened | EpochClosed | VersionSealed | PositionRecorded | DrainSet | PauseSet
 
 
 @dataclass(slots=True)

@@ -1,0 +1,211 @@
+"""Who is in the run, what each holds, and what follows from it: pure functions of members and history."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from protos.recovery.v1 import coordinator_pb2
+from recovery.control.policy import RunPolicy
+from recovery.control.record import COMMITTED, HistoryRecord, Voter
+from recovery.control.wire import PROTOCOL, from_proto
+from recovery.errors import LayoutMismatch, RecoveryError, RunRefused
+from recovery.types import NO_VERSION, Version, WorkerRef
+
+
+class Standing(enum.Enum):
+    """What a worker's state is to the run."""
+
+    AWAITING = "awaiting the origin"
+    """The run has no history yet."""
+    ORIGIN = "beginning a lineage"
+    """Was told to begin a lineage and has not reported its state."""
+    READY = "ready"
+    """Holds the newest sealed version; expected at the boundary."""
+    APPLIED = "applied"
+    """Holds the newest committed version, which is not sealed yet."""
+    APPLYING = "applying"
+    """Voted for the newest committed version and has not reported it yet."""
+    QUEUED = "queued"
+    """Needs state and has no ticket."""
+    JOINING = "joining"
+    """Has a ticket."""
+    IDLE = "idle"
+    """Needs state, and its own next step decides: peers could not help it."""
+    FOREIGN = "foreign"
+    """Holds a version that this coordinator does not know."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One joiner's recovery across its attempts."""
+
+    transfer_id: str
+    attempt: int
+    reason: str
+    version: Version = NO_VERSION
+    donors: tuple[str, ...] = ()
+    """Worker ids of the attempt in flight; empty: none is."""
+    since: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """How often each donor failed it."""
+    wanted_donor: str = ""
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker as the coordinator knows it; survives its process for the sake of its name."""
+
+    ref: WorkerRef
+    hello: coordinator_pb2.Hello
+    attached_at: float
+    alive: bool = True
+    last_seen: float = 0.0
+    lost_at: float = 0.0
+    said_goodbye: bool = False
+    held: Version = NO_VERSION
+    fingerprint: bytes = b""
+    standing: Standing = Standing.QUEUED
+    why: str = ""
+    """A ticket's reason: fresh, behind, resync, diverged."""
+    since: float = 0.0
+    """When ``standing`` began."""
+    advertisement: coordinator_pb2.Advertisement = field(default_factory=coordinator_pb2.Advertisement)
+    advertised_at: float | None = None
+    progress_at: float = 0.0
+    """When ``inner_step`` last changed, or the member became ready."""
+    began_late_at: Version = NO_VERSION
+    """The version whose phase it started in the middle of."""
+    stalled: bool = False
+    suspected_at: float | None = None
+    """Blamed for a failed epoch, and silent since."""
+    transfer: Transfer | None = None
+    asked_for_checkpoint_at: float | None = None
+    has_no_checkpoint: bool = False
+    last_no_donor: coordinator_pb2.NoDonor | None = None
+    """What it was told last, so that the same is not told twice."""
+    lost_reason: str = ""
+    ended_attempts: set[tuple[str, int]] = field(default_factory=set)
+    """Attempts whose report was taken: the same report again is no news."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.ref.worker_id
+
+    @property
+    def voter(self) -> Voter:
+        return (self.ref.worker_id, self.ref.incarnation)
+
+    @property
+    def data_host(self) -> str:
+        return self.hello.data_hosts[0] if self.hello.data_hosts else ""
+
+    @property
+    def poisoned(self) -> bool:
+        return self.advertisement.poisoned
+
+    def stand(self, standing: Standing, now: float, why: str = "") -> None:
+        """Change what the worker's state is to the run; the same again keeps its time."""
+        if self.standing is not standing or self.why != why:
+            self.since = now
+            if standing in (Standing.READY, Standing.APPLIED):
+                self.progress_at = now
+                self.stalled = False
+        self.standing, self.why = standing, why
+
+    def stall_limit(self, policy: RunPolicy) -> float:
+        """Seconds without progress after which the trainer counts as stalled."""
+        return max(policy.stall_after_seconds, 10.0 * self.advertisement.seconds_per_inner_step)
+
+
+def refusal(hello: coordinator_pb2.Hello, policy: RunPolicy, record: HistoryRecord) -> RecoveryError | None:
+    """Return why a worker may not attach at all, or None."""
+    name = hello.worker.worker_id
+    if hello.protocol != PROTOCOL:
+        return RunRefused(
+            f"worker {name} speaks protocol {hello.protocol}, this coordinator {PROTOCOL}: install one release on both"
+        )
+    if hello.run_id != policy.run_id:
+        return RunRefused(
+            f"worker {name} belongs to run {hello.run_id!r}, this coordinator serves {policy.run_id!r}: correct the "
+            "worker's run id or its coordinator address"
+        )
+    if hello.worker.local_rank != 0:
+        return RunRefused(
+            f"local rank {hello.worker.local_rank} of worker {name} attached: only local rank 0 speaks for a worker"
+        )
+    if policy.strict_numerics and record.numerics_id and hello.numerics_id != record.numerics_id:
+        return RunRefused(
+            f"worker {name} computes as {hello.numerics_id!r}, the run as {record.numerics_id!r}: their results would "
+            f"differ in the last bits and every fingerprint with them. {_numerics_remedy(record.numerics_id)}"
+        )
+    if record.layout_digest and hello.layout_digest != record.layout_digest:
+        return LayoutMismatch(
+            f"worker {name} has layout {hello.layout_digest.hex()[:16] or 'none'}, the run has "
+            f"{record.layout_digest.hex()[:16]}: start it with the run's model, optimizers, schedulers and parts"
+        )
+    return None
+
+
+def _numerics_remedy(numerics_id: str) -> str:
+    software, _, capability = numerics_id.rpartition("/")
+    if not software:
+        return "Install the same torch release for the same kind of device"
+    return (
+        f"Install {software.split('/')[0]}, on the same kind of device, and set "
+        f"ATEN_CPU_CAPABILITY={capability.lower()} on workers whose processor can do more"
+    )
+
+
+def is_foreign(record: HistoryRecord, held: Version) -> bool:
+    """Return whether ``held`` is a version that this coordinator's history cannot contain."""
+    if held == NO_VERSION:
+        return False
+    return held.lineage > record.newest_lineage or (
+        held.lineage == record.committed.lineage and held > record.committed
+    )
+
+
+def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, undecided: bool) -> tuple[Standing, str]:
+    """Return a worker's standing, and the reason of the ticket that it needs, from what it holds alone.
+
+    Neither its arrival time nor how high its step is gives it any authority: only versions that this coordinator
+    committed or sealed do, and only with their fingerprint.
+
+    Args:
+        record: The history.
+        member: The worker.
+        beginning: The process that is beginning a lineage; None: nobody is.
+        undecided: Whether it still holds the average of the epoch that committed last.
+    """
+    held = member.held
+    behind = "fresh" if held == NO_VERSION else "behind"
+    if is_foreign(record, held):
+        return Standing.FOREIGN, ""
+    if beginning is not None:
+        return (Standing.ORIGIN, "") if member.voter == beginning else (Standing.QUEUED, behind)
+    if record.sealed == NO_VERSION:
+        return Standing.AWAITING, ""
+    if member.poisoned:
+        return Standing.QUEUED, "diverged"
+    if held == record.committed:
+        if record.committed > record.sealed:
+            return Standing.APPLIED, ""
+        return (
+            (Standing.READY, "") if member.fingerprint == record.sealed_fingerprint else (Standing.QUEUED, "diverged")
+        )
+    if undecided and may_apply(record, member, record.committed_epoch) and held.next() == record.committed:
+        return Standing.APPLYING, ""
+    return Standing.QUEUED, behind
+
+
+def may_apply(record: HistoryRecord, member: Member, epoch: int) -> bool:
+    """Return whether this very process voted for what ``epoch`` committed, so that it holds the average."""
+    found = record.epochs.get(epoch)
+    return found is not None and found.verdict == COMMITTED and member.voter in found.voters
+
+
+def held_of(hello: coordinator_pb2.Hello) -> Version:
+    """Return the version that a hello says the worker holds."""
+    return from_proto(hello.held) if hello.HasField("held") else NO_VERSION

@@ -1,0 +1,361 @@
+"""The coordinator's machine, told line by line."""
+
+from __future__ import annotations
+
+from protos.recovery.v1 import common_pb2, coordinator_pb2, operations_pb2
+from recovery.control.wire import from_proto, to_proto
+from recovery.errors import RecoveryError
+from recovery.types import NO_VERSION, Version
+from tests.unit.control.script import Script, failure, fingerprint_of
+
+COMMITTED = coordinator_pb2.VERDICT_COMMITTED
+ABORTED = coordinator_pb2.VERDICT_ABORTED
+EXCLUDED = coordinator_pb2.VERDICT_EXCLUDED
+PAUSED = coordinator_pb2.VERDICT_PAUSED
+K0 = Version(1, 0)
+
+
+def test_one_origin_is_named_and_the_others_get_its_state() -> None:
+    script = Script()
+    for name in ("b", "a", "c"):
+        script.attach(name)
+    assert not script.heard_only("a", coordinator_pb2.BecomeOrigin)
+    script.wait(2.0)
+    (origin,) = script.heard_only("a", coordinator_pb2.BecomeOrigin)
+    assert isinstance(origin, coordinator_pb2.BecomeOrigin)
+    assert from_proto(origin.version) == K0
+    assert script.durable.newest_lineage == 1, "the lineage is stored before it is told"
+    assert not script.heard_only("b", coordinator_pb2.Ticket)
+    script.applied("a", K0)
+    assert script.sealed == K0
+    ticket = script.ticket("c")
+    assert [donor.worker.worker_id for donor in ticket.donors] == ["a"]
+    assert ticket.fingerprint == fingerprint_of(K0)
+    assert ticket.reason == "fresh"
+
+
+def test_a_run_commits_boundary_after_boundary() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    for _ in range(3):
+        version = script.step("a", "b", "c", at=version)
+    assert version == Version(1, 3)
+    assert script.sealed == version
+    assert script.durable.num_committed == 3
+
+
+def test_a_group_is_used_again_while_its_members_stay() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    script.arrive("a", "b", at=version)
+    first = script.roster("a")
+    script.vote("a", "b", epoch=first.epoch, at=version)
+    for name in ("a", "b"):
+        script.applied(name, version.next(), epoch=first.epoch)
+    script.arrive("a", "b", at=version.next())
+    second = script.roster("a")
+    assert second.epoch == first.epoch + 1
+    assert second.group_id == first.group_id
+    script.say(
+        "a", coordinator_pb2.EpochFailure(epoch=second.epoch, failure=failure(common_pb2.NEXT_ACTION_OTHER_DONOR))
+    )
+    assert f"epoch/{first.group_id}" in script.scopes
+    script.arrive("a", "b", at=version.next())
+    assert script.roster("a").group_id not in (0, first.group_id)
+
+
+def test_a_member_that_died_after_its_peers_voted_does_not_matter() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "b", epoch=epoch, at=version)
+    script.detach("c")
+    assert script.outcome("a").verdict == COMMITTED
+    assert script.outcome("b").verdict == COMMITTED
+
+
+def test_a_member_lost_before_its_vote_frees_the_others() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", epoch=epoch, at=version)
+    script.detach("c")
+    assert script.outcome("a").verdict == ABORTED
+    assert script.outcome("b").verdict == ABORTED
+    script.arrive("a", "b", at=version)
+    roster = script.roster("a")
+    assert [member.worker.worker_id for member in roster.members] == ["a", "b"]
+    script.vote("a", "b", epoch=roster.epoch, at=version)
+    assert script.outcome("a").verdict == COMMITTED
+
+
+def test_the_outcome_is_durable_before_it_is_told_and_answered_after_a_restart() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    script.arrive("a", "b", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "b", epoch=epoch, at=version)
+    script.restart()
+    script.told.clear()
+    for name in ("a", "b"):
+        script.attach(name, version, undecided_epoch=epoch)
+        outcome = script.outcome(name)
+        assert (outcome.verdict, from_proto(outcome.version)) == (COMMITTED, version.next())
+        script.applied(name, version.next(), epoch=epoch)
+    assert script.sealed == version.next()
+
+
+def test_votes_that_a_restart_forgot_are_answered_aborted() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    script.arrive("a", "b", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", epoch=epoch, at=version)
+    script.restart()
+    script.attach("a", version, undecided_epoch=epoch)
+    assert script.outcome("a").verdict == ABORTED
+    script.attach("b", version)
+    assert script.step("a", "b", at=version) == version.next()
+
+
+def test_who_misses_a_commit_becomes_a_joiner() -> None:
+    script = Script(gather_max_wait_seconds=3.0)
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", at=version)
+    assert not script.heard_only("a", coordinator_pb2.Roster)
+    assert "c" in script.waiting_for("a")
+    script.wait(3.0)
+    roster = script.roster("a")
+    assert list(roster.missing) == ["c"]
+    script.vote("a", "b", epoch=roster.epoch, at=version)
+    script.applied("a", version.next())
+    script.applied("b", version.next())
+    assert script.ticket("c").reason == "behind"
+
+
+def test_a_minority_average_is_excluded_and_healed() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "b", epoch=epoch, at=version)
+    script.vote("c", epoch=epoch, at=version, digest=b"other")
+    assert script.outcome("a").verdict == COMMITTED
+    assert script.outcome("c").verdict == EXCLUDED
+    script.applied("a", version.next())
+    script.applied("b", version.next())
+    assert script.ticket("c").reason == "diverged"
+
+
+def test_two_that_disagree_are_retried_once_and_then_a_person_chooses() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    for verdict in (ABORTED, PAUSED):
+        script.arrive("a", "b", at=version)
+        epoch = script.roster("a").epoch
+        script.vote("a", epoch=epoch, at=version, digest=b"one")
+        script.vote("b", epoch=epoch, at=version, digest=b"two")
+        assert script.outcome("a").verdict == verdict
+    status = script.machine.status(script.now)
+    assert "recovery rollback --worker" in status.paused
+    script.arrive("a", "b", at=version)
+    assert not script.heard_only("a", coordinator_pb2.Roster)
+    script.operate("r1", operations_pb2.RollbackRequest(request_id="r1", worker_id="b"))
+    assert not script.machine.status(script.now).paused
+    script.applied("b", Version(2, 0))
+    (answer,) = script.answers["r1"]
+    assert isinstance(answer, operations_pb2.RollbackResponse)
+    assert from_proto(answer.version) == Version(2, 0)
+    script.received("a", script.ticket("a"))
+    assert script.step("a", "b", at=Version(2, 0)) == Version(2, 1)
+
+
+def test_a_diverged_state_is_replaced_after_the_seal() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "b", "c", epoch=epoch, at=version)
+    script.applied("a", version.next())
+    script.applied("c", version.next(), fingerprint_of(version.next(), "x"))
+    script.applied("b", version.next())
+    assert script.sealed == version.next()
+    assert script.machine.record.sealed_fingerprint == fingerprint_of(version.next())
+    assert script.ticket("c").reason == "diverged"
+
+
+def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    for _ in range(3):
+        version = script.step("a", "b", at=version)
+    script.detach("a")
+    script.detach("b")
+    script.attach("x")
+    script.attach("y")
+    (first,) = script.heard_only("x", coordinator_pb2.NoDonor)
+    assert isinstance(first, coordinator_pb2.NoDonor)
+    assert first.expected
+    assert not first.resume_from_disk
+    script.wait(5.0)
+    (asked,) = script.heard_only("x", coordinator_pb2.NoDonor)
+    assert isinstance(asked, coordinator_pb2.NoDonor)
+    assert asked.resume_from_disk
+    for name, held in (("x", Version(1, 1)), ("y", Version(1, 2))):
+        report = coordinator_pb2.RecoveryReport(
+            version=to_proto(held), fingerprint=fingerprint_of(held), source=coordinator_pb2.RECOVERY_SOURCE_DISK
+        )
+        script.say(name, report)
+    (begin,) = script.heard_only("y", coordinator_pb2.BecomeOrigin)
+    assert isinstance(begin, coordinator_pb2.BecomeOrigin)
+    assert from_proto(begin.version) == Version(2, 2)
+    assert script.durable.lineages[-1].lost_steps == 1
+    assert script.durable.lineages[-1].parent == Version(1, 2)
+    script.applied("y", Version(2, 2))
+    assert script.ticket("x").reason == "behind"
+    # The old one thaws: however high its step, it is a joiner.
+    script.attach("a", Version(1, 3), incarnation="i1")
+    assert script.ticket("a").reason == "behind"
+    assert script.sealed == Version(2, 2)
+
+
+def test_all_gone_and_no_checkpoint_is_said_so() -> None:
+    script = Script()
+    script.start("a")
+    script.detach("a")
+    script.attach("x")
+    script.wait(5.0)
+    script.say("x", coordinator_pb2.RecoveryReport(failure=failure(common_pb2.NEXT_ACTION_NEXT_SOURCE)))
+    last = script.heard_only("x", coordinator_pb2.NoDonor)[-1]
+    assert isinstance(last, coordinator_pb2.NoDonor)
+    assert not last.expected
+    assert "checkpoint" in last.reason
+    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
+
+
+def test_policy_refuse_turns_a_fresh_worker_away() -> None:
+    script = Script(on_all_gone="refuse")
+    script.start("a")
+    script.detach("a")
+    script.attach("x")
+    script.wait(5.0)
+    (rejected,) = script.heard_only("x", coordinator_pb2.Rejected)
+    assert isinstance(rejected, coordinator_pb2.Rejected)
+    assert "refuse" in rejected.failure.message
+    assert "x" in script.dropped
+
+
+def test_a_fresh_coordinator_names_no_origin_beside_an_unknown_history_until_adopt() -> None:
+    script = Script()
+    script.attach("a", Version(3, 17))
+    script.attach("b", Version(3, 17))
+    script.attach("fresh")
+    script.wait(10.0)
+    assert script.durable.newest_lineage == 0
+    assert "recovery adopt" in script.waiting_for("fresh")
+    script.operate("r", operations_pb2.AdoptRequest(request_id="r"))
+    (begin,) = script.heard_only("a", coordinator_pb2.BecomeOrigin)
+    assert isinstance(begin, coordinator_pb2.BecomeOrigin)
+    assert from_proto(begin.version) == Version(4, 17)
+    script.applied("a", Version(4, 17))
+    (answer,) = script.answers["r"]
+    assert isinstance(answer, operations_pb2.AdoptResponse)
+    assert script.ticket("b").reason == "behind"
+    assert script.ticket("fresh").reason == "fresh"
+
+
+def test_an_unknown_history_is_turned_away_after_its_deadline() -> None:
+    script = Script()
+    script.attach("a", Version(3, 17))
+    script.wait(60.0)
+    (rejected,) = script.heard_only("a", coordinator_pb2.Rejected)
+    assert isinstance(rejected, coordinator_pb2.Rejected)
+    assert "recovery adopt" in rejected.failure.message
+
+
+def test_strangers_are_refused_by_name() -> None:
+    script = Script()
+    script.start("a")
+    cases: dict[str, dict[str, object]] = {
+        "ATEN_CPU_CAPABILITY=avx2": {"numerics_id": "torch-2.13.0/cpu/AVX512"},
+        "run 'other'": {"run_id": "other"},
+        "layout": {"layout_digest": b"x" * 32},
+        "protocol 2": {"protocol": 2},
+    }
+    for index, (named, hello) in enumerate(cases.items()):
+        name = f"s{index}"
+        script.attach(name, **hello)  # type: ignore[arg-type]
+        (rejected,) = script.heard_only(name, coordinator_pb2.Rejected)
+        assert isinstance(rejected, coordinator_pb2.Rejected)
+        assert named in rejected.failure.message
+        assert name in script.dropped
+
+
+def test_the_same_name_twice() -> None:
+    script = Script()
+    script.start("a", "b")
+    script.attach("b", incarnation="i2")
+    (rejected,) = script.heard_only("b", coordinator_pb2.Rejected)
+    assert isinstance(rejected, coordinator_pb2.Rejected)
+    assert "taken" in rejected.failure.message
+    script.wait(10.0)
+    script.attach("b", incarnation="i3")
+    heard = script.heard("b")
+    assert any(isinstance(message, coordinator_pb2.Evicted) for message in heard)
+    assert any(isinstance(message, coordinator_pb2.Ticket) for message in heard)
+
+
+def test_fewer_than_the_minimum_never_commit_and_say_so() -> None:
+    script = Script(min_participants=2, gather_max_wait_seconds=5.0)
+    version = script.start("a", "b")
+    script.detach("b")
+    script.arrive("a", at=version)
+    script.wait(1000.0)
+    assert not script.heard_only("a", coordinator_pb2.Roster)
+    assert "1 more participants" in script.waiting_for("a")
+    script.attach("b", incarnation="i2")
+    script.received("b", script.ticket("b"))
+    assert script.heard_only("b", coordinator_pb2.PhaseEnding)
+    script.arrive("b", at=version, weight=0.0)
+    assert len(script.roster("a").members) == 2
+
+
+def test_resync_is_one_order_and_one_answer_each() -> None:
+    script = Script()
+    script.start("a", "b")
+    request = operations_pb2.ResyncRequest(request_id="r1", worker_id="b", from_worker_id="a")
+    script.operate("r1", request)
+    script.operate("r1", request)
+    script.operate("r2", operations_pb2.ResyncRequest(request_id="r2", worker_id="b", from_worker_id="a"))
+    (order,) = script.heard_only("b", coordinator_pb2.Order)
+    assert isinstance(order, coordinator_pb2.Order)
+    script.say("b", coordinator_pb2.RecoveryRequest(reason="resync", from_worker_id="a"))
+    ticket = script.ticket("b")
+    assert ticket.reason == "resync"
+    script.received("b", ticket)
+    script.say(
+        "b",
+        coordinator_pb2.OrderResult(order_id=order.order_id, version=ticket.version, fingerprint=ticket.fingerprint),
+    )
+    assert len(script.answers["r1"]) == len(script.answers["r2"]) == 1
+    script.operate("r1", request)
+    assert len(script.answers["r1"]) == 2
+    script.operate("r1", operations_pb2.ResyncRequest(request_id="r1", worker_id="a"))
+    assert isinstance(script.answers["r1"][-1], RecoveryError)
+
+
+def test_a_fresh_worker_alone_in_a_run_with_history_is_never_its_origin() -> None:
+    script = Script()
+    version = script.start("a", "b")
+    script.step("a", "b", at=version)
+    script.detach("a")
+    script.detach("b")
+    script.attach("x")
+    script.wait(100000.0)
+    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
+    script.restart()
+    script.attach("x", NO_VERSION, incarnation="i2")
+    script.wait(100000.0)
+    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
