@@ -221,7 +221,7 @@ class Saver:
         The sources belong to the saver from here on, whatever happens: it releases each.
 
         Args:
-            sources: Leases or copies, all at one cut of this worker.
+            sources: Leases or copies, all of one version of this worker.
             records: Side records, JSON values by name.
 
         Returns:
@@ -437,7 +437,7 @@ class Saver:
         for callback in self._callbacks:
             if callback.saved is not None:
                 _guarded(callback.saved, task.ticket.reports)
-        if self._retention is not None:
+        if self._retention is not None and any(map(_is_replicated, task.ticket.reports)):
             if self._config.verify_after:
                 for report in task.ticket.reports:
                     if _is_replicated(report) and self._worker.num_local_ranks == 1:

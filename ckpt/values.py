@@ -13,8 +13,7 @@ from ckpt.reader import Checkpoint
 from recovery.state.chunks import PartBytes
 from recovery.state.digest import fingerprint as fingerprint_of
 from recovery.state.digest import numerics_id
-from recovery.state.leaf import Leaf
-from recovery.state.live_part import describe, live_part
+from recovery.state.live_part import LivePart, describe, live_part
 from recovery.state.manifest import Manifest, empty_leaf
 from recovery.state.parts import WorkerState
 from recovery.state.tree import join
@@ -81,6 +80,30 @@ def source_of(
         UnsupportedLeaf: a value that has no exact form.
     """
     parts = [live_part(name, part_class, value) for name, (part_class, value) in values.items()]
+    return live_source(
+        parts,
+        run_id=run_id,
+        worker=worker,
+        cut=cut,
+        layout_digest=layout_digest,
+        fingerprint=fingerprint,
+        numerics=numerics,
+        algorithm=algorithm,
+    )
+
+
+def live_source(
+    parts: Sequence[LivePart],
+    *,
+    run_id: RunId,
+    worker: WorkerRef,
+    cut: Cut,
+    layout_digest: bytes = b"",
+    fingerprint: Fingerprint | None = None,
+    numerics: NumericsId | None = None,
+    algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
+) -> ValueSource:
+    """Return a source over parts that were read from a state and stand still; as ``source_of`` otherwise."""
     # Described as private first: the fingerprint of shards needs all ranks, and the caller may know it anyway.
     manifest = describe(
         [dataclasses.replace(part, part_class=PartClass.PRIVATE_COPIED) for part in parts],
@@ -113,12 +136,13 @@ def standing_source(
     Training thread only. With ``copy`` the tensors are copied, so that training may go on while it is written: for the
     small parts, such as the data position. Without, the state must stand still until the save has ended.
     """
-    values: dict[PartName, tuple[PartClass, object]] = {}
-    for name in parts:
-        part = state.read_part(name)
-        leaves = [_copied(leaf) if copy else leaf for leaf in part.leaves]
-        values[name] = (part.part_class, join(part.tree, leaves))
-    return source_of(values, run_id=run_id, worker=worker, cut=cut, layout_digest=state.layout_digest())
+    live = [state.read_part(name) for name in parts]
+    if copy:
+        live = [
+            dataclasses.replace(part, bytes=PartBytes([_copied(leaf.value) for leaf in part.leaves], part.specs))
+            for part in live
+        ]
+    return live_source(live, run_id=run_id, worker=worker, cut=cut, layout_digest=state.layout_digest())
 
 
 def value_of(checkpoint: Checkpoint, part: PartName) -> object:
@@ -134,7 +158,5 @@ def value_of(checkpoint: Checkpoint, part: PartName) -> object:
     return join(spec.tree, leaves)
 
 
-def _copied(leaf: Leaf) -> Leaf:
-    value = leaf.value
-    copied = value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
-    return dataclasses.replace(leaf, value=copied, source=copied)
+def _copied(value: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
+    return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()

@@ -107,7 +107,8 @@ def write_checkpoint(
 
     Args:
         storage: The root.
-        sources: One or more, all at the same cut of the same worker; together they hold at least one part.
+        sources: One or more, all of the same version of the same worker, together with at least one part. The first
+            one's inner step is the record's.
         records: Side records, JSON values by name.
         previous: Open checkpoints of the same storage. A part of theirs with the same content is verified, then
             linked or copied by the server, instead of written.
@@ -121,9 +122,12 @@ def write_checkpoint(
             the same version with another content stands there. Nothing half-written remains under a manifest; what
             stood there before is unchanged, except that a torn or, for private parts, older one may be gone.
     """
-    cuts = {(source.manifest.run_id, source.manifest.worker, source.manifest.cut) for source in sources}
-    if len(cuts) != 1:
-        raise CheckpointFailed(f"a checkpoint holds one cut of one worker, not {len(cuts)}: {sorted(map(str, cuts))}")
+    origins = {(s.manifest.run_id, s.manifest.worker, s.manifest.cut.version) for s in sources}
+    if len(origins) != 1:
+        raise CheckpointFailed(
+            f"a checkpoint holds one version of one worker, not {len(origins)}: "
+            + ", ".join(sorted(f"{version} of {worker} in {run}" for run, worker, version in origins))
+        )
     reports = []
     for scope in (Scope.REPLICATED, Scope.PRIVATE):
         share = _Share(sources, scope)

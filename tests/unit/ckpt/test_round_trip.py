@@ -235,8 +235,8 @@ def test_side_records_come_back(tmp_path: Path) -> None:
         assert checkpoint.record.records == {"trained_samples": {"image": 12, "video": 3}}
 
 
-def test_sources_at_two_cuts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFailed, match="one cut of one worker"):
+def test_sources_of_two_versions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFailed, match="one version of one worker"):
         write_checkpoint(storage(tmp_path), [source(1), source(2)])
 
 

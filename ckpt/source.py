@@ -1,0 +1,335 @@
+"""What a worker restores from when no peer can help: the newest whole step that verifies, or the next one."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ckpt.catalog import Catalog, Step
+from ckpt.reader import Checkpoint, Progress, open_checkpoint
+from ckpt.storage import Storage
+from recovery.clock import Clock, SystemClock
+from recovery.errors import BadConfiguration, CheckpointRejected
+from recovery.events import CheckpointLoaded, CheckpointSkipped, EventSink
+from recovery.state.manifest import Manifest
+from recovery.state.parts import WorkerState
+from recovery.state.restore import Restoration, RestoreMode
+from recovery.types import Cut, Fingerprint, PartClass, PartName, RunId, Version, WorkerId, WorkerRef
+
+logger = logging.getLogger(__name__)
+
+
+class Private(enum.Enum):
+    """Which private parts a worker takes."""
+
+    OWN_ELSE_ANY = "own-else-any"
+    """Its own, data position included; else the copied ones of any worker, never another's data position."""
+    NONE = "none"
+    """Only the replicated parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadCallbacks:
+    """Called around a load, on the loading thread. What they raise ends it."""
+
+    before: Callable[[Checkpoint], None] | None = None
+    """The checkpoint was chosen; nothing was read."""
+    after: Callable[[Restored], None] | None = None
+    """The state is in place and proven."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a restore did."""
+
+    url: str
+    version: Version
+    cut: Cut
+    """Of the private parts where there are any, else the version's boundary."""
+    fingerprint: Fingerprint
+    """That the run sealed for the version."""
+    private_from: WorkerId | None
+    """Whose private parts were taken; None: nobody's."""
+    own_position: bool
+    """The worker's own private-kept parts were restored."""
+    num_tensors: int
+    num_bytes: int
+    created: int
+    removed: int
+    took_seconds: float
+    manifests: tuple[Manifest, ...]
+    """Replicated, then private."""
+    records: Mapping[str, object] = field(default_factory=dict)
+    """Side records of the replicated checkpoint."""
+    skipped: tuple[str, ...] = ()
+    """One line for each newer step that was not used."""
+
+
+class CheckpointSource:
+    """One root, as a source of state. Use from the thread that owns the state."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        run_id: RunId,
+        worker: WorkerRef,
+        events: EventSink,
+        clock: Clock | None = None,
+        callbacks: Sequence[LoadCallbacks] = (),
+    ) -> None:
+        """Store references.
+
+        Args:
+            storage: The root.
+            run_id: Only this run's steps count.
+            worker: Who restores: its own private parts come first.
+            events: Told what was loaded, and what was skipped and why.
+            clock: Measures.
+            callbacks: Called around a load, in this order.
+        """
+        self._storage = storage
+        self._run_id = run_id
+        self._worker = worker
+        self._events = events
+        self._clock = clock or SystemClock()
+        self._callbacks = tuple(callbacks)
+        self._catalog = Catalog(storage, run_id)
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self._storage.url
+
+    def newest(self, *, at_most: Version | None = None) -> Step | None:
+        """Return the newest whole step, not newer than ``at_most``, or None. Its bytes were not read."""
+        return next(iter(self._whole(at_most, [])), None)
+
+    def restore(
+        self,
+        state: WorkerState,
+        *,
+        at: Version | None = None,
+        at_most: Version | None = None,
+        mode: RestoreMode = RestoreMode.STAGED,
+        private: Private = Private.OWN_ELSE_ANY,
+        parts: Collection[PartName] | None = None,
+        exclude: Collection[PartName] = (),
+        tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> Restored:
+        """Make ``state`` what a step holds, proven leaf by leaf. Newest first; what does not verify is skipped, aloud.
+
+        Args:
+            state: The worker's.
+            at: Exactly this step: there is no other choice then.
+            at_most: No newer step than this.
+            mode: ``STAGED`` changes nothing before everything was verified; ``IN_PLACE`` saves the memory, and what was
+                verified so far is in the state's tensors when it raises.
+            private: Which private parts.
+            parts: Only these; None: all.
+            exclude: All but these.
+            tokens: What ``run_progress`` shall count afterwards, instead of what was saved.
+            progress: Told the bytes verified.
+
+        Raises:
+            CheckpointRejected: no step can be restored; one line for each that was looked at.
+            BadConfiguration: ``at`` is not there or not whole, or a part's name is unknown.
+            LayoutMismatch: the checkpoint is of another model or optimizer. Nothing was changed.
+            StateMismatch: after the restore, memory differs from the manifest.
+        """
+        skipped: list[str] = []
+        steps = iter([self._catalog.get(at)]) if at is not None else self._whole(at_most, skipped)
+        for step in steps:
+            try:
+                restored = self._restore_step(state, step, mode, private, parts, exclude, tokens, progress, skipped)
+            except CheckpointRejected as error:
+                self._skip(self._url(step.version), str(error), skipped)
+                continue
+            self._events(
+                CheckpointLoaded(
+                    worker_id=self._worker.worker_id,
+                    url=restored.url,
+                    cut=restored.cut,
+                    num_bytes=restored.num_bytes,
+                    took_seconds=restored.took_seconds,
+                )
+            )
+            for callback in self._callbacks:
+                if callback.after is not None:
+                    callback.after(restored)
+            return restored
+        listed = "".join(f"\n  {line}" for line in skipped) or "\n  it holds no step of this run"
+        raise CheckpointRejected(f"{self.name} has no checkpoint of run {self._run_id} to restore:{listed}")
+
+    def _whole(self, at_most: Version | None, skipped: list[str]) -> Iterator[Step]:
+        try:
+            for step in self._catalog.iterate():
+                if at_most is not None and step.version > at_most:
+                    continue
+                if step.whole:
+                    yield step
+                else:
+                    self._skip(self._url(step.version), f"{step.state.value}: {step.reason}", skipped)
+        except OSError as error:
+            self._skip(self.name, f"cannot be listed: {error}", skipped)
+
+    def _restore_step(
+        self,
+        state: WorkerState,
+        step: Step,
+        mode: RestoreMode,
+        private: Private,
+        parts: Collection[PartName] | None,
+        exclude: Collection[PartName],
+        tokens: int | None,
+        progress: Progress | None,
+        skipped: list[str],
+    ) -> Restored:
+        began = self._clock.monotonic()
+        with ExitStack() as opened:
+            replicated = opened.enter_context(self._open(step.version, None))
+            _check_names(replicated, step, state, parts, exclude)
+            for callback in self._callbacks:
+                if callback.before is not None:
+                    callback.before(replicated)
+            jobs = [self._read(state, replicated, _chosen(replicated, state, parts, exclude, own=True), mode, progress)]
+            donor: Checkpoint | None = None
+            if private is not Private.NONE:
+                donor = self._read_private(state, step, mode, parts, exclude, progress, opened, jobs, skipped)
+            # Everything is verified: only now does anything of it become the state.
+            reports = [restoration.commit() for restoration in jobs if restoration is not None]
+        if tokens is not None:
+            state.run_progress.tokens = tokens
+        own = donor is not None and donor.manifest.worker.worker_id == self._worker.worker_id
+        restored = Restored(
+            url=replicated.url,
+            version=step.version,
+            cut=donor.manifest.cut if donor is not None else replicated.manifest.cut,
+            fingerprint=replicated.manifest.fingerprint,
+            private_from=donor.manifest.worker.worker_id if donor is not None else None,
+            own_position=donor is not None and own and _has_position(donor),
+            num_tensors=sum(report.num_tensors for report in reports),
+            num_bytes=sum(report.num_bytes for report in reports),
+            created=sum(report.created for report in reports),
+            removed=sum(report.removed for report in reports),
+            took_seconds=self._clock.monotonic() - began,
+            manifests=(replicated.manifest, *((donor.manifest,) if donor is not None else ())),
+            records=replicated.record.records,
+            skipped=tuple(skipped),
+        )
+        logger.info(
+            "%s (rank %d of %d): restored %s with private parts of %s, %d bytes in %.2f s",
+            self._worker,
+            self._worker.local_rank,
+            self._worker.num_local_ranks,
+            restored.url,
+            restored.private_from or "nobody",
+            restored.num_bytes,
+            restored.took_seconds,
+        )
+        return restored
+
+    def _read(
+        self,
+        state: WorkerState,
+        checkpoint: Checkpoint,
+        names: tuple[PartName, ...],
+        mode: RestoreMode,
+        progress: Progress | None,
+    ) -> Restoration | None:
+        if not names:
+            return None
+        restoration = Restoration(state, checkpoint.manifest, mode=mode, parts=names)
+        restoration.prepare()
+        checkpoint.restore(restoration, names, progress=progress)
+        return restoration
+
+    def _read_private(
+        self,
+        state: WorkerState,
+        step: Step,
+        mode: RestoreMode,
+        parts: Collection[PartName] | None,
+        exclude: Collection[PartName],
+        progress: Progress | None,
+        opened: ExitStack,
+        jobs: list[Restoration | None],
+        skipped: list[str],
+    ) -> Checkpoint | None:
+        """Read the private parts of the first worker whose every byte verifies: this one, the saver, the others."""
+        own = self._worker.worker_id
+        saver = step.records[0].manifest.worker.worker_id
+        order = sorted(step.workers, key=lambda worker_id: (worker_id != own, worker_id != saver, worker_id))
+        for worker_id in order:
+            try:
+                checkpoint = self._open(step.version, worker_id)
+                opened.callback(checkpoint.close)
+                names = _chosen(checkpoint, state, parts, exclude, own=worker_id == own)
+                jobs.append(self._read(state, checkpoint, names, mode, progress))
+            except CheckpointRejected as error:
+                self._skip(f"{self._url(step.version)}/worker_{worker_id}", str(error), skipped)
+                continue
+            return checkpoint
+        if not order or skipped:
+            logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
+        return None
+
+    def _open(self, version: Version, worker_id: WorkerId | None) -> Checkpoint:
+        return open_checkpoint(
+            self._storage,
+            version,
+            run_id=self._run_id,
+            worker_id=worker_id,
+            local_rank=self._worker.local_rank,
+            num_local_ranks=self._worker.num_local_ranks,
+        )
+
+    def _url(self, version: Version) -> str:
+        return self._storage.url_of(f"step_{version.lineage}_{version.outer_step}")
+
+    def _skip(self, url: str, reason: str, skipped: list[str]) -> None:
+        logger.warning("%s: %s is not used: %s", self._worker, url, reason)
+        skipped.append(f"{url}: {reason}")
+        self._events(CheckpointSkipped(worker_id=self._worker.worker_id, url=url, reason=reason))
+
+
+def _chosen(
+    checkpoint: Checkpoint,
+    state: WorkerState,
+    parts: Collection[PartName] | None,
+    exclude: Collection[PartName],
+    *,
+    own: bool,
+) -> tuple[PartName, ...]:
+    # By the class that either side gives it: a data position is never taken from another worker by mistake.
+    kept = {part.name for part in checkpoint.manifest.parts if part.part_class is PartClass.PRIVATE_KEPT}
+    kept |= set(state.private_kept_names)
+    return tuple(
+        name
+        for name in checkpoint.part_names
+        if (parts is None or name in parts) and name not in exclude and (own or name not in kept)
+    )
+
+
+def _check_names(
+    replicated: Checkpoint,
+    step: Step,
+    state: WorkerState,
+    parts: Collection[PartName] | None,
+    exclude: Collection[PartName],
+) -> None:
+    """Refuse names that neither the checkpoint nor the worker knows: a typing error must not load everything."""
+    known = {*replicated.part_names, *state.part_names}
+    unknown = sorted({*(parts or ()), *exclude} - known)
+    if unknown:
+        raise BadConfiguration(
+            f"step {step.version} has no part {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}"
+        )
+
+
+def _has_position(checkpoint: Checkpoint) -> bool:
+    return any(part.part_class is PartClass.PRIVATE_KEPT for part in checkpoint.manifest.parts)
