@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -125,31 +126,16 @@ def _torch_optimizers() -> Iterator[tuple[str, Inner]]:
     yield "AdamW-named", named(optim.AdamW, lr=1e-3)
 
 
+_PYTORCH_OPTIMIZER = (
+    *("shampoo", "soap", "kron", "splus", "galore"),  # preconditioners, projections
+    *("lion", "tiger", "adan", "adabelief", "ademamix", "adopt", "mars", "ranger", "vsgd", "racs"),
+    *("prodigy", "dadaptadam", "schedulefreeadamw"),  # find their own learning rate
+    *("came", "sm3", "emofact", "apollodqn"),
+)
+
+
 def _third_party() -> Iterator[tuple[str, Inner]]:
-    for name in [
-        "shampoo",
-        "soap",
-        "lion",
-        "adan",
-        "prodigy",
-        "came",
-        "ademamix",
-        "ranger",
-        "adabelief",
-        "adopt",
-        "kron",
-        "mars",
-        "emofact",
-        "galore",
-        "splus",
-        "tiger",
-        "dadaptadam",
-        "apollodqn",
-        "sm3",
-        "vsgd",
-        "racs",
-        "schedulefreeadamw",
-    ]:
+    for name in _PYTORCH_OPTIMIZER:
         yield f"pytorch_optimizer-{name}", one(pytorch_optimizer.load_optimizer(name), lr=1e-3)
     yield "schedulefree-AdamW", _in_train_mode(one(schedulefree.AdamWScheduleFree, lr=1e-3))
     yield "schedulefree-SGD", _in_train_mode(one(schedulefree.SGDScheduleFree, lr=1e-2))
@@ -200,7 +186,8 @@ def _schedules() -> Iterator[tuple[str, Callable[[Optimizer], LRScheduler]]]:
 
 
 def _average(worker: Worker) -> None:
-    ema = AveragedModel(worker.live, avg_fn=None, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = optim.swa_utils.get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    ema = AveragedModel(worker.live, multi_avg_fn=average)
     worker.after_step.append(functools.partial(ema.update_parameters, worker.live))
     worker.state.add("ema", ema, PartClass.PRIVATE_COPIED)
 
@@ -235,7 +222,7 @@ def _own_tensors(worker: Worker) -> None:
 def _generators(worker: Worker) -> None:
     add_random_generators(worker.state, PartClass.PRIVATE_COPIED)
     own = random.Random(worker.seed)
-    worker.after_step.append(own.random)
+    worker.after_step.append(lambda: own.shuffle([1, 2, 3]))
     worker.state.add("own_random", PythonRandom(own), PartClass.PRIVATE_COPIED)
 
 
@@ -245,11 +232,11 @@ def sharded() -> nn.Module:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    for layer in (net[0], net[2]):
+    first, second = nn.Linear(6, 8), nn.Linear(8, 4)
+    for layer in (first, second):
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
         layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [Replicate()]))
-    return net
+    return nn.Sequential(first, nn.Tanh(), second)
 
 
 def _sharded_batch(generator: torch.Generator) -> Tensor:
@@ -260,7 +247,7 @@ def _sharded_batch(generator: torch.Generator) -> Tensor:
 
 
 def all_cases() -> list[Case]:
-    """Return every case; ages of donor and joiner and the mode of restoring rotate."""
+    """Return every case in both modes of restoring; the ages of donor and joiner rotate."""
     cases = [Case(name, inner) for name, inner in itertools.chain(_torch_optimizers(), _third_party())]
     cases.append(Case("SparseAdam", one(optim.SparseAdam, lr=1e-2), models.sparse_lookup, models.tokens))
     cases += [Case(f"schedule-{name}", one(optim.SGD, lr=1e-2), schedule=schedule) for name, schedule in _schedules()]
@@ -295,20 +282,19 @@ def all_cases() -> list[Case]:
         Case("extra-own-tensors", _ADAMW, extras=_own_tensors),
         Case("extra-random-generators", _ADAMW, extras=_generators),
     ]
-    ages = [(2, 0), (1, 0), (2, 1), (0, 0), (1, 3), (0, 2), (3, 3)]
-    rotated = []
+    aged = []
     for number, case in enumerate(cases):
-        donor, joiner = ages[number % len(ages)]
-        rotated.append(_aged(case, donor, joiner, number % 2 == 1))
-    core = Case("core", two_groups(optim.AdamW, lr=1e-2), schedule=lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 12))
-    for donor, joiner in ages:
         for staged in (False, True):
-            name = f"core-donor{donor}-joiner{joiner}-{'staged' if staged else 'in-place'}"
-            rotated.append(_aged(core, donor, joiner, staged, name))
-    return rotated
+            donor, joiner = _AGES[(number + 3 * staged) % len(_AGES)]
+            aged.append(_aged(case, donor, joiner, staged))
+    core = Case("core", two_groups(optim.AdamW, lr=1e-2), schedule=lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 12))
+    return aged + [_aged(core, donor, joiner, staged) for donor, joiner in _AGES for staged in (False, True)]
 
 
-def _aged(case: Case, donor: int, joiner: int, staged: bool, name: str | None = None) -> Case:
-    import dataclasses
+_AGES = [(2, 0), (1, 0), (2, 1), (0, 0), (1, 3), (0, 2), (3, 3)]
+"""Phases that donor and joiner trained: the joiner is fresh, behind, ahead, or as old as the donor."""
 
-    return dataclasses.replace(case, name=name or case.name, donor_phases=donor, joiner_phases=joiner, staged=staged)
+
+def _aged(case: Case, donor: int, joiner: int, staged: bool) -> Case:
+    name = f"{case.name}[{donor}to{joiner}-{'staged' if staged else 'in-place'}]"
+    return dataclasses.replace(case, name=name, donor_phases=donor, joiner_phases=joiner, staged=staged)
