@@ -1,0 +1,238 @@
+"""The torn-snapshot hunt: a worker trains at full speed while joiners lease, read slowly, freeze, leave and return.
+
+Every snapshot that was received whole has to equal a reference copy that the training thread took at the same cut. The
+hunt is worth something only because it finds what it looks for: with the guard, the void message, the wait for the
+capture, or one of the capture's rules disabled, it must fail (``test_hunt_notices``).
+
+Of the kind of Lightning-AI/pytorch-lightning#20953, pytorch/pytorch#144657 and pytorch/torchtitan#4598.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from recovery.errors import DonorBusy, DonorRefused, RecoveryError
+from recovery.events import GuardCopied, Recorder, SnapshotCaptured
+from recovery.snapshot import SnapshotConfig, Snapshots, capture
+from recovery.snapshot.capture import PrivateCapture, Rhythm
+from recovery.snapshot.guard import OuterSnapshot
+from recovery.state.live_part import LivePart
+from recovery.types import MIB, Cut, PartClass, PartName, Version
+from tests.unit.snapshot.reader import Reader, Temper, until
+from tests.unit.snapshot.trainee import FIRST, Trainee
+
+BUDGET_BYTES = 400 * MIB
+Reference = dict[str, tuple[bytes, bytes]]
+
+
+class Hunt:
+    """One hunt. The caller's thread trains; ``num_readers`` threads read."""
+
+    def __init__(self, seed: int, *, num_readers: int = 4, width: int = 1200) -> None:
+        self.rng = random.Random(seed)
+        self.trainee = Trainee(width=width, accumulate=2, seed=seed)
+        self.events = Recorder()
+        self.snapshots = self.trainee.snapshots(
+            SnapshotConfig(budget_bytes=BUDGET_BYTES, grace_seconds=20.0), events=self.events
+        )
+        self.outer: dict[Version, Reference] = {}
+        self.private: dict[Cut, Reference] = {}
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._readers = [
+            threading.Thread(target=self._read, args=(n, random.Random(seed * 100 + n)), name=f"reader-{n}")
+            for n in range(num_readers)
+        ]
+
+    def run(self, enough: Callable[[Counter[str]], bool], max_seconds: float) -> None:
+        """Hunt until there is enough, something failed, or time is up."""
+        ends = time.monotonic() + max_seconds
+        with self.snapshots:
+            for reader in self._readers:
+                reader.start()
+            version = FIRST
+            try:
+                while any(reader.is_alive() for reader in self._readers):
+                    with self._lock:
+                        if enough(self.counts) or self.failures or time.monotonic() > ends:
+                            self._stop.set()
+                    self._phase(version)
+                    version = version.next()
+                    self.counts["outer steps"] += 1
+            finally:
+                self._stop.set()
+        for reader in self._readers:
+            reader.join()
+
+    def _phase(self, version: Version) -> None:
+        self.outer[version] = self.trainee.reference(PartClass.REPLICATED)
+        self.snapshots.publish(version)
+        says_boundaries = self.rng.random() < 0.5
+        self._note(version, says_boundaries)
+        for _ in range(self.rng.randint(1, 6)):
+            self.trainee.inner_step(overflow=self.counts["inner steps"] > 0 and self.rng.random() < 0.1)
+            self.counts["inner steps"] += 1
+            self._note(version, says_boundaries)
+        self.trainee.outer_step()  # the outer optimizer's pre-hook is the guard
+
+    def _note(self, version: Version, says_boundary: bool) -> None:
+        cut = Cut(version, self.trainee.state.local_progress.inner_step)
+        self.private[cut] = self.trainee.reference(PartClass.PRIVATE_COPIED)
+        if says_boundary:
+            self.snapshots.inner_boundary()
+
+    def _read(self, number: int, rng: random.Random) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            holder = f"joiner-{number}.{turn}"
+            try:
+                self._join(holder, rng)
+            except (DonorBusy, CancelledError):
+                self._count("asked again")
+                self._stop.wait(0.001)
+            except (RecoveryError, AssertionError, TimeoutError) as error:
+                with self._lock:
+                    self.failures.append(f"{holder}: {type(error).__name__}: {error}")
+
+    def _join(self, holder: str, rng: random.Random) -> None:
+        version = self.snapshots.version
+        if version is None:
+            raise DonorBusy("between two versions")
+        try:
+            lease = self.snapshots.lease_outer(version, holder)
+        except DonorRefused as error:  # the next version was published meanwhile
+            raise DonorBusy(str(error)) from error
+        reader = Reader(lease, rng.choice(list(Temper)), rng, self._stop)
+        chance = rng.random()
+        if chance < 0.15:
+            reader.receive(until=rng.random())
+            lease.release("left")
+            self._count("left")
+            return
+        if chance < 0.35:
+            reader.receive(until=rng.random())
+            lease.release("lost", grace=True)
+            reader.take_up(self.snapshots.lease_outer(version, holder))
+            self._count("returned")
+        self._finish(reader, self.outer[version], "outer")
+        if rng.random() < 0.7:
+            # Well above any wait of a healthy donor: it bounds the test, it is not measured.
+            private = self.snapshots.lease_private(holder, version).result(60)
+            assert private.manifest.cut.version >= version
+            self._finish(Reader(private, Temper.SLOW, rng, self._stop), self.private[private.manifest.cut], "private")
+
+    def _finish(self, reader: Reader, expected: Reference, what: str) -> None:
+        reader.receive()
+        self._count("bad chunks", reader.bad_chunks)
+        assert not reader.bad_chunks, f"{what}: {reader.bad_chunks} bad chunks"
+        found = reader.found()
+        wrong = [name for name in expected if found.get(name) != expected[name]]
+        assert found.keys() == expected.keys() and not wrong, f"{what} at {reader.lease.manifest.cut}: {wrong} differ"
+        reader.lease.release("done")
+        self._count("snapshots")
+        self._count(what)
+        self._count("spanning", int(reader.read_after_close))
+        self._count("in flight", int(reader.void_sends > 0))
+
+    def _count(self, what: str, by: int = 1) -> None:
+        with self._lock:
+            self.counts[what] += by
+
+
+@pytest.fixture
+def slow_copier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service thread takes its time, so that a capture is never over before the next step wants to begin."""
+    copy_range = capture.copy_range
+
+    def slowly(live: LivePart, offset: int, out: torch.Tensor) -> None:
+        if threading.current_thread().name == "snapshot-copy":
+            threading.Event().wait(0.004)
+        copy_range(live, offset, out)
+
+    monkeypatch.setattr(capture, "copy_range", slowly)
+
+
+@pytest.mark.usefixtures("slow_copier")
+def test_every_received_snapshot_equals_the_copy_taken_at_its_cut() -> None:
+    hunt = Hunt(seed=1)
+    hunt.run(lambda n: n["snapshots"] >= 500 and n["spanning"] >= 50 and n["in flight"] >= 50, max_seconds=90)
+
+    assert not hunt.failures
+    counts = hunt.counts
+    assert counts["snapshots"] >= 500, counts
+    assert counts["spanning"] >= 50, counts
+    assert counts["in flight"] >= 50, counts
+    assert counts["private"] >= 50, counts
+    assert counts["bad chunks"] == 0, counts
+    assert hunt.trainee.num_skipped > 0
+    assert 0 < hunt.snapshots.vault.peak_bytes <= BUDGET_BYTES
+    assert until(lambda: hunt.snapshots.vault.used_bytes == 0), "memory of ended leases was not given back"
+    assert sum(event.void_pulls for event in hunt.events.of(GuardCopied)) >= 50
+    cuts = {event.cut.inner_step for event in hunt.events.of(SnapshotCaptured)}
+    assert len(cuts) > 3, "captures at few places only"
+
+
+def _guard_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshots, "before_outer_update", lambda self: None)
+
+
+def _guard_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OuterSnapshot, "_needed", lambda self: [])
+
+
+def _no_void_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshots, "_call", lambda self, callbacks: 0)
+
+
+def _no_wait_for_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrivateCapture, "_finish", PrivateCapture._read_scalars)
+
+
+def _forward_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    rhythm = capture.rhythm
+
+    def careless(state: object, name: PartName) -> Rhythm:
+        found = rhythm(state, name)  # type: ignore[arg-type]
+        return Rhythm.CHANGES_BETWEEN if found is Rhythm.CHANGES_IN_FORWARD else found
+
+    monkeypatch.setattr(capture, "rhythm", careless)
+
+
+def _scalars_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = PrivateCapture._begin
+
+    def hasty(self: PrivateCapture, version: Version) -> None:
+        begin(self, version)
+        self._read_scalars(version)
+
+    monkeypatch.setattr(PrivateCapture, "_begin", hasty)
+
+
+@pytest.mark.usefixtures("slow_copier")
+@pytest.mark.parametrize(
+    "disable",
+    [
+        _guard_not_called,
+        _guard_saves_nothing,
+        _no_void_message,
+        _no_wait_for_the_capture,
+        _forward_is_forgotten,
+        _scalars_too_early,
+    ],
+)
+def test_hunt_notices(disable: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    disable(monkeypatch)
+    hunt = Hunt(seed=2)
+    hunt.run(lambda n: n["snapshots"] >= 300, max_seconds=60)
+    assert hunt.failures, f"the hunt passed with a protection disabled: {hunt.counts}"
