@@ -27,6 +27,8 @@ from recovery.state.manifest import (
     manifest_digest,
     specs_of,
 )
+from recovery.state.parts import Fragment, LivePart, LocalProgress, RunProgress, Stateful, WorkerState, describe
+from recovery.state.restore import Restoration, RestoreMode, RestoreReport
 from recovery.state.tree import Split, join, split
 
 __all__ = [
@@ -34,22 +36,32 @@ __all__ = [
     "CHUNK_BYTES",
     "ChunkSpec",
     "DEFAULT_LIMITS",
+    "Fragment",
     "Leaf",
     "Limits",
+    "LivePart",
+    "LocalProgress",
     "MANIFEST_FORMAT",
     "Manifest",
     "PartBytes",
     "PartDigests",
     "PartSpec",
     "PartialFingerprint",
+    "Restoration",
+    "RestoreMode",
+    "RestoreReport",
+    "RunProgress",
     "ShardSpec",
     "Split",
+    "Stateful",
     "TensorKind",
     "TensorSpec",
+    "WorkerState",
     "chunk_digest",
     "chunk_ranges",
     "combine_fingerprints",
     "decode",
+    "describe",
     "digest_part",
     "empty_leaf",
     "encode",
