@@ -21,7 +21,7 @@ import torch
 
 from recovery.errors import DonorBusy, DonorRefused, RecoveryError
 from recovery.events import GuardCopied, Recorder, SnapshotCaptured
-from recovery.snapshot import SnapshotConfig, Snapshots, capture
+from recovery.snapshot import SnapshotConfig, Snapshots, capture, frozen
 from recovery.snapshot.capture import PrivateCapture, Rhythm
 from recovery.snapshot.guard import OuterSnapshot
 from recovery.state.live_part import LivePart
@@ -153,7 +153,7 @@ class Hunt:
 @pytest.fixture
 def slow_copier(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service thread takes its time, so that a capture is never over before the next step wants to begin."""
-    copy_range = capture.copy_range
+    copy_range = frozen.copy_range
 
     def slowly(live: LivePart, offset: int, out: torch.Tensor) -> None:
         if threading.current_thread().name == "snapshot-copy":

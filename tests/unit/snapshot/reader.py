@@ -1,4 +1,4 @@
-"""A joiner as far as a snapshot sees one: it reads at its own pace, verifies, acknowledges, leaves, freezes, returns."""
+"""A joiner as far as a snapshot sees one: it reads at its own pace, verifies, acknowledges, freezes, returns."""
 
 from __future__ import annotations
 
