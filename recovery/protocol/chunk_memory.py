@@ -1,0 +1,141 @@
+"""The joiner's memory side: where a flight's bytes go, their hashing, and the copy into the destination."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from recovery.errors import MisuseError
+from recovery.protocol.ledger import ChunkLedger, ChunkName
+from recovery.protocol.planner import ChunkKey
+from recovery.protocol.ports import Destination, Role
+from recovery.protocol.spool import ChunkSpool
+from recovery.state.digest import chunk_digest
+from recovery.state.manifest import Manifest
+from recovery.types import DigestAlgorithm, PartName
+
+_KEPT_BUFFERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    destination: Destination
+    name: ChunkName
+    algorithm: DigestAlgorithm
+
+
+class ChunkMemory:
+    """Destinations of the manifests' chunks and the bounce buffers of flights. Thread-safe for different flights.
+
+    Args:
+        ledger: Learns every chunk that is verified in its destination.
+        spool: Learns it too, on disk; None: none is kept.
+    """
+
+    def __init__(self, ledger: ChunkLedger, spool: ChunkSpool | None) -> None:
+        self._ledger = ledger
+        self._spool = spool
+        self._lock = threading.Lock()
+        self._places: dict[ChunkKey, _Place] = {}
+        self._bounces: dict[int, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []
+
+    def prepare(
+        self, role: Role, manifest: Manifest, destinations: Mapping[PartName, Destination], *, delta: bool
+    ) -> tuple[frozenset[ChunkKey], frozenset[ChunkKey]]:
+        """Take a manifest's destinations; return which chunks can be received into directly, and which may be there.
+
+        Raises:
+            MisuseError: a part has no destination, or one of another size.
+        """
+        viewable: set[ChunkKey] = set()
+        candidates: set[ChunkKey] = set()
+        for part_index, part in enumerate(manifest.parts):
+            destination = destinations.get(part.name)
+            if destination is None or destination.num_bytes != part.num_bytes:
+                have = "none" if destination is None else f"{destination.num_bytes} bytes"
+                raise MisuseError(f"part {part.name!r} of {part.num_bytes} bytes has a destination of {have}")
+            for chunk_index, chunk in enumerate(part.chunks):
+                key = ChunkKey(role, part_index, chunk_index)
+                name = ChunkName(part.name, chunk.offset, chunk.num_bytes, chunk.digest)
+                self._places[key] = _Place(destination, name, manifest.digest_algorithm)
+                if destination.view(chunk.offset, chunk.num_bytes) is not None:
+                    viewable.add(key)
+                if delta or name in self._ledger or (self._spool is not None and name in self._spool):
+                    candidates.add(key)
+        return frozenset(viewable), frozenset(candidates)
+
+    def open_flight(self, flight: int, key: ChunkKey, *, direct: bool) -> torch.Tensor:
+        """Return the whole chunk's memory for a flight: the destination itself, or a bounce buffer of its own."""
+        place = self._places[key]
+        name = place.name
+        if direct:
+            view = place.destination.view(name.offset, name.num_bytes)
+            if view is None:
+                raise MisuseError(f"{name.part} at {name.offset} cannot be received into directly any more")
+            return view
+        with self._lock:
+            fitting = next((index for index, each in enumerate(self._free) if each.numel() >= name.num_bytes), None)
+            buffer = self._free.pop(fitting) if fitting is not None else None
+        if buffer is None:
+            buffer = torch.empty(name.num_bytes, dtype=torch.uint8)
+        with self._lock:
+            self._bounces[flight] = buffer
+        return buffer[: name.num_bytes]
+
+    def close_flight(self, flight: int) -> None:
+        """The flight's receives have ended and nobody needs its buffer; no-op for a direct one."""
+        with self._lock:
+            buffer = self._bounces.pop(flight, None)
+            if buffer is not None and len(self._free) < _KEPT_BUFFERS:
+                self._free.append(buffer)
+
+    def check(self, flight: int, key: ChunkKey, *, write: bool) -> tuple[bool, bool]:
+        """Hash what the flight brought; return whether it is good, and whether the destination holds it now."""
+        place = self._places[key]
+        with self._lock:
+            bounce = self._bounces.get(flight)
+        data = self._in_place(place) if bounce is None else bounce[: place.name.num_bytes]
+        if data is None or chunk_digest(place.algorithm, data) != place.name.digest:
+            return False, False
+        if bounce is not None and not write:
+            return True, False
+        if bounce is not None:
+            place.destination.write(place.name.offset, data)
+        self._record(place, data)
+        return True, True
+
+    def write(self, flight: int, key: ChunkKey) -> None:
+        """Copy a flight's checked bytes to the destination."""
+        place = self._places[key]
+        with self._lock:
+            data = self._bounces[flight][: place.name.num_bytes]
+        place.destination.write(place.name.offset, data)
+        self._record(place, data)
+
+    def probe(self, key: ChunkKey) -> bool:
+        """Return whether the destination holds the chunk, after taking it from the spool if it is there."""
+        place = self._places[key]
+        name = place.name
+        data = place.destination.read(name.offset, name.num_bytes)
+        if chunk_digest(place.algorithm, data) == name.digest:
+            self._record(place, data)
+            return True
+        self._ledger.discard(name)
+        spooled = self._spool.load(name) if self._spool is not None else None
+        if spooled is None or chunk_digest(place.algorithm, spooled) != name.digest:
+            return False
+        place.destination.write(name.offset, spooled)
+        self._ledger.add(name)
+        return True
+
+    def _in_place(self, place: _Place) -> torch.Tensor | None:
+        return place.destination.view(place.name.offset, place.name.num_bytes)
+
+    def _record(self, place: _Place, data: torch.Tensor) -> None:
+        self._ledger.add(place.name)
+        if self._spool is not None:
+            self._spool.store(place.name, data)

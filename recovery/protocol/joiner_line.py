@@ -1,0 +1,185 @@
+"""One donor as the joiner's session sees it: the stream's thread, the link's thread, a waiting thread for each lane."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from protos.recovery.v1.peer_pb2 import JoinerLetter
+from recovery.errors import DonorLost, RecoveryError
+from recovery.protocol.joiner_io import Arrived, Dialled, Ended, Heard, JoinerEvent, LinkOpened, PostedPull, Quiet
+from recovery.protocol.ports import Dial, DonorPeer, JoinerConversation, OpenLink
+from recovery.transport.link import Link, Transfer
+
+_RECEIVE_SECONDS = 0.5
+_WAIT_SECONDS = 24 * 3600.0
+"""A lane's wait has no deadline of its own: the machine watches progress and shuts the link."""
+
+
+class DonorLine:
+    """Dials a donor, hears it, opens the link, waits for what was posted; reports everything as events.
+
+    Args:
+        peer: The donor.
+        report: Takes events; called from this line's threads.
+        dial: Opens the stream.
+        probe: Measures the round trip before the stream is opened; None: not measured.
+        open_link: Opens this end of the link.
+        data_host: What the link binds.
+    """
+
+    def __init__(
+        self,
+        peer: DonorPeer,
+        report: Callable[[JoinerEvent], None],
+        *,
+        dial: Dial,
+        probe: Callable[[DonorPeer], float] | None,
+        open_link: OpenLink,
+        data_host: str,
+    ) -> None:
+        self._peer = peer
+        self._report = report
+        self._dial = dial
+        self._probe = probe
+        self._open_link = open_link
+        self._data_host = data_host
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._conversation: JoinerConversation | None = None
+        self._link: Link | None = None
+        self._lanes: list[queue.SimpleQueue[tuple[int, Transfer] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._closer: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._spawn("letters", self._converse)
+
+    def say(self, letter: JoinerLetter) -> None:
+        """Send a letter; a stream that has ended is reported by its own thread."""
+        conversation = self._conversation
+        if conversation is not None:
+            with contextlib.suppress(RecoveryError):  # the receiving side reports why the stream ended
+                conversation.send(letter)
+
+    def open_link(self, scope: str, lanes: int) -> None:
+        """Begin to open the link."""
+        self._spawn("link", lambda: self._link_up(scope, lanes))
+
+    def post(self, memory: torch.Tensor, pulls: tuple[PostedPull, ...]) -> bool:
+        """Post receives into a chunk's memory. False: the link is broken, which is reported as an event."""
+        link = self._link
+        try:
+            if link is None:
+                raise DonorLost(f"{self._peer.name}: the link is not open")
+            for pull in pulls:
+                into = memory[pull.offset : pull.offset + pull.num_bytes]
+                transfer = link.receive(pull.lane, pull.tag, into)
+                self._lanes[pull.lane].put((pull.pull_id, transfer))
+        except RecoveryError as error:
+            self._report(Ended(self._peer.name, error))
+            return False
+        return True
+
+    def bytes_moved(self) -> int | None:
+        """Return the link's progress count; None without a link."""
+        link = self._link
+        return link.bytes_moved() if link is not None else None
+
+    def drop(self, reason: str) -> None:
+        """Shut the link at once, end the threads in the background, then report ``Quiet``. Twice without harm."""
+        with self._lock:
+            if self._closer is not None:
+                return
+            self._cancelled.set()
+            link = self._link
+            self._closer = threading.Thread(
+                target=self._close, args=(reason,), name=f"recovery-joiner-close-{self._peer.name}"
+            )
+        if link is not None:
+            link.shut(reason)
+        self._closer.start()
+
+    def join(self) -> None:
+        """Return when every thread of a dropped line has ended."""
+        if self._closer is not None:
+            self._closer.join()
+
+    def _close(self, reason: str) -> None:
+        while True:
+            with self._lock:
+                threads, self._threads = self._threads, []
+                conversation, link = self._conversation, self._link
+            if conversation is not None:
+                conversation.close(reason)
+            if link is not None:
+                link.shut(reason)
+            for lane in self._lanes:
+                lane.put(None)
+            if not threads:
+                break  # none was left, and after ``_cancelled`` none is started
+            for thread in threads:
+                thread.join()
+        if link is not None:
+            link.close()
+        self._report(Quiet(self._peer.name))
+
+    def _spawn(self, what: str, target: Callable[[], None]) -> None:
+        with self._lock:
+            if self._cancelled.is_set():
+                return
+            thread = threading.Thread(target=target, name=f"recovery-joiner-{what}-{self._peer.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _converse(self) -> None:
+        name = self._peer.name
+        try:
+            round_trip = self._probe(self._peer) if self._probe is not None else None
+            conversation = self._dial(self._peer)
+            with self._lock:
+                self._conversation = conversation
+            self._report(Dialled(name, round_trip))
+            while not self._cancelled.is_set():
+                letter = conversation.receive(_RECEIVE_SECONDS)
+                if letter is not None:
+                    self._report(Heard(name, letter))
+        except RecoveryError as error:
+            self._report(Ended(name, error))
+        except Exception as error:  # noqa: BLE001 - the thread's root: whatever else went wrong ends this donor, not the joiner
+            self._report(Ended(name, DonorLost(f"{name}: the conversation failed: {error!r}")))
+
+    def _link_up(self, scope: str, lanes: int) -> None:
+        name = self._peer.name
+        try:
+            link = self._open_link(scope, self._data_host, lanes, self._cancelled)
+        except RecoveryError as error:
+            self._report(Ended(name, error))
+            return
+        except Exception as error:  # noqa: BLE001 - the thread's root, as above
+            self._report(Ended(name, DonorLost(f"{name}: the data link failed to open: {error!r}")))
+            return
+        with self._lock:
+            self._link = link
+            self._lanes = [queue.SimpleQueue() for _ in range(link.lanes)]
+        for lane in range(link.lanes):
+            self._spawn(f"lane-{lane}", lambda lane=lane: self._wait_on(lane))  # type: ignore[misc]
+        self._report(LinkOpened(name, link.lanes, tuple(link.endpoints()), link.round_trip_seconds()))
+
+    def _wait_on(self, lane: int) -> None:
+        """Wait for the lane's receives in their order, each exactly once; ends when the line is dropped."""
+        name = self._peer.name
+        while (posted := self._lanes[lane].get()) is not None:
+            pull_id, transfer = posted
+            try:
+                transfer.wait(_WAIT_SECONDS)
+            except RecoveryError as error:
+                # The others of this lane are waited for too: until each wait has ended its memory is not ours.
+                self._report(Ended(name, error))
+            else:
+                self._report(Arrived(name, pull_id))
