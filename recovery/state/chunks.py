@@ -182,7 +182,8 @@ class PartBytes:
             holder = self._holders[index]
             flat = None
             if isinstance(holder, torch.Tensor) and holder.device.type == "cpu" and holder.is_contiguous():
-                flat = holder.view(-1).view(torch.uint8)
+                # By way of a dimension of bytes: a contiguous tensor of one element may have any stride.
+                flat = holder.unsqueeze(-1).view(torch.uint8).view(-1)
             self._flat[index] = flat
         return flat
 

@@ -19,7 +19,7 @@ import xxhash
 from protos.recovery.v1 import manifest_pb2
 from recovery.errors import MisuseError, StateMismatch, UnsupportedLeaf
 from recovery.state.chunks import CHUNK_BYTES, PartBytes, chunk_ranges
-from recovery.state.leaf import TensorKind
+from recovery.state.leaf import ITEM_BYTES, TensorKind
 from recovery.state.manifest import DIGEST_BYTES as DIGEST_BYTES
 from recovery.state.manifest import TensorSpec
 from recovery.state.tree import MAPPING_KINDS, SEQUENCE_KINDS
@@ -234,6 +234,8 @@ def _merged(name: str, index: int, views: Sequence[bytes | TensorBlocks], algori
             blocks.setdefault(block, digest(b"".join(pieces)))
     num_blocks = -(-num_bytes // BLOCK_BYTES)
     missing = [block for block in range(num_blocks) if block not in blocks]
+    if missing and whole and not blocks and not fragments:
+        return whole.pop()  # one rank's shard is everything, the others' are empty
     if missing:
         raise MisuseError(
             f"{where}: {len(missing)} of {num_blocks} blocks are not complete: combine the partial fingerprints of all "
@@ -292,10 +294,10 @@ def _blocks_of(spec: TensorSpec, part_bytes: PartBytes, algorithm: DigestAlgorit
     assert spec.shard is not None
     digest = _HASHES[algorithm]
     whole = spec.shard.global_shape
-    item = spec.num_bytes // max(1, math.prod(spec.shape))
+    item = ITEM_BYTES[spec.dtype]
     blocks: dict[int, bytes] = {}
     fragments: dict[int, bytes] = {}
-    num_bytes = item * math.prod(whole) if spec.num_bytes else 0
+    num_bytes = item * math.prod(whole)
     for global_start, local_start, size in _runs(spec.shape, spec.shard.global_offset, whole):
         position, end = global_start * item, (global_start + size) * item
         local = spec.offset + local_start * item - position

@@ -18,11 +18,11 @@ from recovery.state.leaf import (
     NUMPY_DTYPES,
     TORCH_DTYPES,
     Leaf,
-    ShardSpec,
-    TensorKind,
     dim_order,
     dtype_name,
 )
+from recovery.state.leaf import ShardSpec as ShardSpec
+from recovery.state.leaf import TensorKind as TensorKind
 from recovery.state.limits import DEFAULT_LIMITS, Limits
 from recovery.types import (
     Cut,
