@@ -256,7 +256,7 @@ class DonorMachine:
             index = bisect.bisect_right(ends, pull.offset)
             if index >= len(ends) or pull.offset + pull.num_bytes > ends[index]:
                 raise DonorRefused(
-                    f"{self.joiner}: pull {pull.pull_id} ({pull.num_bytes} bytes at {pull.offset}) crosses a chunk's end"
+                    f"{self.joiner}: pull {pull.pull_id} ({pull.num_bytes} bytes at {pull.offset}) leaves a chunk"
                 )
             self._last_pull_id = pull.pull_id
             self._open_pulls[pull.pull_id] = pull.num_bytes

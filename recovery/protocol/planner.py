@@ -36,6 +36,7 @@ class PlannerConfig:
         min_window_bytes: Least bytes in flight from one donor.
         window_round_trips: Bytes in flight are this many times rate x round trip, if that is more.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
+        overtake_seconds: At the end a chunk is asked a second time only if it is expected later than this.
     """
 
     min_piece_bytes: int = 64 * KIB
@@ -44,6 +45,7 @@ class PlannerConfig:
     min_window_bytes: int = 4 * MIB
     window_round_trips: float = 2.0
     max_window_bytes: int = 64 * MIB
+    overtake_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 < self.min_piece_bytes <= self.max_piece_bytes or self.min_piece_bytes % _PIECE_STEP_BYTES:
@@ -224,7 +226,8 @@ def overtake(flights: Sequence[Flight], idle: Sequence[DonorView], config: Plann
         if not able:
             continue
         best = max(able, key=lambda donor: (donor.rate, donor.name))
-        if 2 * (best.round_trip_seconds + flight.num_bytes / best.rate) < flight.remaining_seconds:
+        quick = best.round_trip_seconds + flight.num_bytes / best.rate
+        if max(2 * quick, config.overtake_seconds) < flight.remaining_seconds:
             del free[best.name]
             size = piece_bytes(best.rate, len(best.lane_bytes), config)
             pieces = _cut(flight.num_bytes, size, list(best.lane_bytes))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -101,7 +101,8 @@ class SnapshotSource(Protocol):
 
     def lease_outer(self, version: Version, holder: str) -> SourceLease: ...
 
-    def lease_private(self, holder: str, not_before: Version) -> Future[SourceLease]: ...
+    def lease_private(self, holder: str, not_before: Version) -> Future[Any]:
+        """Return a future of a ``SourceLease``. (Futures are invariant: a precise type would refuse every lender.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

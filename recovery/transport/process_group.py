@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from recovery.errors import BadConfiguration, DonorLost, MisuseError, PeerUnreac
 from recovery.transport.link import MAX_LANES, Transfer, check_message
 from recovery.transport.rendezvous_store import ControlStore
 from recovery.transport.sockets import Endpoint, SocketSet, endpoint, endpoint_text, find_new_listener
+from recovery.transport.state_dict import post_receive, post_send
 from recovery.types import KeyValue
 
 logger = logging.getLogger(__name__)
@@ -158,13 +160,13 @@ class GlooLink:
     def send(self, lane: int, tag: int, data: torch.Tensor) -> Transfer:
         if self._handle.rank != DONOR_RANK:
             raise MisuseError("a joiner does not send payload")
-        return self._post(lane, tag, data, lambda group: _post_send(group, data, tag))
+        return self._post(lane, tag, data, lambda group: post_send(_as_group(group), data, JOINER_RANK, tag))
 
     def receive(self, lane: int, tag: int, into: torch.Tensor) -> Transfer:
         # A donor that posts a receive can be ended by a longer message from anyone who reaches its port.
         if self._handle.rank != JOINER_RANK:
             raise MisuseError("a donor never receives payload")
-        return self._post(lane, tag, into, lambda group: _post_receive(group, into, tag))
+        return self._post(lane, tag, into, lambda group: post_receive(_as_group(group), into, DONOR_RANK, tag))
 
     def shut(self, reason: str) -> None:
         with self._lock:
@@ -284,14 +286,9 @@ def open_gloo_link(
     return GlooLink(handle, lanes)
 
 
-def _post_send(group: ProcessGroupGloo, data: torch.Tensor, tag: int) -> dist.Work:
-    work: dist.Work = group.send([data], JOINER_RANK, tag)  # type: ignore[attr-defined]
-    return work
-
-
-def _post_receive(group: ProcessGroupGloo, into: torch.Tensor, tag: int) -> dist.Work:
-    work: dist.Work = group.recv([into], DONOR_RANK, tag)  # type: ignore[attr-defined]
-    return work
+def _as_group(group: ProcessGroupGloo) -> dist.ProcessGroup:
+    """A backend has the point-to-point calls of a process group; torch's stubs do not say so."""
+    return group  # type: ignore[return-value]
 
 
 def _create_device(host: str) -> ProcessGroupGloo.Device:
@@ -344,5 +341,7 @@ def _is_local(sockets: SocketSet) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return what gloo says, without the path of its source file and its advice."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    said = re.sub(r"^\[[^]]*\.(cc|h):\d+\]\s*", "", lines[0])
+    return said.split(" This is typically caused by", 1)[0][:300]
