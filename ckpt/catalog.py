@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.layout import (
@@ -52,7 +52,8 @@ class Step:
     """The replicated record of each local rank that could be read."""
     workers: tuple[WorkerId, ...] = ()
     """Those whose private parts are whole, sorted."""
-    torn_workers: tuple[WorkerId, ...] = ()
+    torn_workers: Mapping[WorkerId, str] = field(default_factory=dict)
+    """Those whose private parts are not whole, and why."""
     num_bytes: int = 0
     files: tuple[str, ...] = field(default=(), repr=False)
     """Paths inside the storage of every file that a readable manifest of this run names, the manifests included."""
@@ -149,7 +150,7 @@ class Catalog:
         replicated = self._share(version, folder, entries, None)
         named = list(replicated.paths)
         workers: list[WorkerId] = []
-        torn: list[WorkerId] = []
+        torn: dict[WorkerId, str] = {}
         num_bytes = replicated.num_bytes
         runs = {record.manifest.run_id for record in replicated.records}
         for entry in entries:
@@ -157,7 +158,10 @@ class Catalog:
             if worker_id is None:
                 continue
             share = self._share(version, f"{folder}/{entry.name}", None, worker_id)
-            (torn if share.reason else workers).append(worker_id)
+            if share.reason:
+                torn[worker_id] = share.reason
+            else:
+                workers.append(worker_id)
             named.extend(share.paths)
             num_bytes += share.num_bytes
             runs.update(record.manifest.run_id for record in share.records)
@@ -168,7 +172,7 @@ class Catalog:
             reason=reason,
             records=tuple(replicated.records),
             workers=tuple(sorted(workers)),
-            torn_workers=tuple(sorted(torn)),
+            torn_workers=torn,
             num_bytes=num_bytes,
             files=tuple(named),
         )

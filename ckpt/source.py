@@ -264,6 +264,8 @@ class CheckpointSource:
         own = self._worker.worker_id
         saver = step.records[0].manifest.worker.worker_id
         order = sorted(step.workers, key=lambda worker_id: (worker_id != own, worker_id != saver, worker_id))
+        if own in step.torn_workers:
+            self._skip(f"{self._url(step.version)}/worker_{own}", step.torn_workers[own], skipped)
         for worker_id in order:
             try:
                 checkpoint = self._open(step.version, worker_id)
@@ -274,8 +276,7 @@ class CheckpointSource:
                 self._skip(f"{self._url(step.version)}/worker_{worker_id}", str(error), skipped)
                 continue
             return checkpoint
-        if not order or skipped:
-            logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
+        logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
         return None
 
     def _open(self, version: Version, worker_id: WorkerId | None) -> Checkpoint:
