@@ -108,6 +108,17 @@ class RunPausedEvent(Event):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryStage(Event):
+    """A worker passed a named place of a boundary, in this order: ``arriving``, ``arrived`` (the message is on its
+    way), ``rostered``, ``averaging``, ``averaged``, ``voting``, ``voted``, ``decided``, ``applying``, ``applied``,
+    ``reporting``, ``reported``. An epoch that fails begins again at ``arriving``."""
+
+    stage: str
+    version: Version
+    epoch: int = 0
+
+
 # Transfers
 
 

@@ -1,0 +1,330 @@
+"""The worker's side of the service: what a training loop calls.
+
+Which thread does what:
+
+- **training thread** (the one that called ``start``): ``phase``, ``boundary``, recoveries, the guard;
+- ``recovery-dispatch``: files the coordinator's messages; never blocks (``dispatch.py``);
+- ``recovery-report``: fingerprints when their digest pass ends, advertisements (``reporter.py``);
+- ``recovery-orders``: verify, save and rate orders (``order_desk.py``);
+- one thread and its lanes for each joiner served (``donor_loop.py``); the snapshots' service thread; the saver's.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from protos.recovery.v1 import coordinator_pb2 as pb
+from recovery.clock import Clock, SystemClock
+from recovery.control.client import CoordinatorClient
+from recovery.control.peer_service import PeerServer
+from recovery.control.wire import to_proto
+from recovery.errors import MisuseError, RecoveryError, StateReplaced, WorkerPoisoned
+from recovery.events import EventSink, LogSink, StateRestored
+from recovery.snapshot import Snapshots
+from recovery.state import WorkerState, numerics_id
+from recovery.types import NO_VERSION, Address, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
+from recovery.worker.addresses import host_towards
+from recovery.worker.averaging import Averager
+from recovery.worker.boundary import Boundary
+from recovery.worker.chain import Chain
+from recovery.worker.checkpoints import Checkpoints
+from recovery.worker.config import AgentConfig
+from recovery.worker.context import Context
+from recovery.worker.dispatch import Dispatcher
+from recovery.worker.donor_loop import DonorLoop
+from recovery.worker.epochs import Epochs
+from recovery.worker.groups import EpochGroups
+from recovery.worker.inbox import Inbox
+from recovery.worker.order_desk import OrderDesk
+from recovery.worker.peer_source import PeerSource
+from recovery.worker.reporter import Reporter
+from recovery.worker.standing import Standing
+
+logger = logging.getLogger(__name__)
+
+_PROTOCOL = 1
+
+
+class Agent:
+    """Keeps one DiLoCo worker in a run: gives it the run's state, serves that state to others, closes boundaries.
+
+    Use it as a context manager. ``start`` blocks until the worker holds the run's state. All methods but ``close``
+    belong to the training thread.
+    """
+
+    def __init__(
+        self, state: WorkerState, config: AgentConfig, *, events: EventSink | None = None, clock: Clock | None = None
+    ) -> None:
+        clock = clock or SystemClock()
+        events = events or LogSink()
+        worker = WorkerRef(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex))
+        host = config.data_host or host_towards(config.coordinator)
+        snapshots = Snapshots(
+            state, config.snapshots(), run_id=RunId(config.run_id), worker=worker, events=events, clock=clock
+        )
+        client = CoordinatorClient(
+            Address.parse(config.coordinator),
+            config.security,
+            hello=self._hello,
+            on_message=self._on_message,
+            on_detached=lambda reason: logger.warning("%s lost the coordinator: %s", worker, reason),
+        )
+        context = Context(
+            state=state,
+            config=config,
+            worker=worker,
+            host=host,
+            clock=clock,
+            events=events,
+            standing=Standing(clock),
+            inbox=Inbox(clock),
+            client=client,
+            snapshots=snapshots,
+        )
+        self._context = context
+        self._epochs = Epochs(context)
+        self._groups = EpochGroups(client.key_value, host, config.progress_timeout_seconds)
+        self._averager = Averager(config.bucket_bytes)
+        self._reporter = Reporter(context)
+        self._checkpoints = Checkpoints(context)
+        peers = PeerSource(context)
+        self._chain = Chain(context, peers, self._checkpoints)
+        self._donors = DonorLoop(context)
+        self._orders = OrderDesk(context, self._checkpoints, self._donors, peers)
+        self._dispatcher = Dispatcher(context, self._groups, self._orders, self._checkpoints)
+        self._peer_server = PeerServer(
+            host, config.peer_port, self._donors.serve, config.security, run_id=config.run_id, worker=worker
+        )
+        self._layout_digest = b""
+        self._late = False
+        self._first_inner_step = 0
+        self._tokens_at_commit = 0
+        self._started = False
+        self._closed = False
+
+    # Life
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close("finished" if kind is None else f"{kind.__name__}: {error}")
+
+    def start(self) -> None:
+        """Attach to the coordinator and return when this worker holds the run's state.
+
+        Raises:
+            CoordinatorUnreachable: nothing answered within ``attach_timeout_seconds``.
+            RunRefused: the coordinator refuses this worker; the message says why.
+            LayoutMismatch: the peers train another model.
+            SourcesExhausted: neither a peer nor a checkpoint could give the state.
+        """
+        if self._started:
+            raise MisuseError("start() was called twice: make a new Agent")
+        self._started = True
+        try:
+            self._layout_digest = self._context.state.layout_digest()
+            self._context.snapshots.start()
+            self._checkpoints.start()
+            self._donors.start()
+            self._peer_server.start()
+            self._orders.start()
+            self._context.client.start()
+            self._context.client.wait_attached(self._context.config.attach_timeout_seconds)
+            self._reporter.start()
+            self._recover("fresh", ask=False)
+        except BaseException as error:
+            self.close(f"start failed: {error}")
+            raise
+
+    def close(self, reason: str = "closed") -> None:
+        """Leave the run and end every thread. Harmless when repeated. Waits for a checkpoint being written.
+
+        Raises:
+            CheckpointFailed: a save failed and nobody was told yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._context.standing.update(ready=False)
+        self._groups.drop(reason)
+        self._donors.close(reason)
+        self._reporter.close()
+        self._orders.close()
+        self._context.client.close(reason)
+        self._peer_server.close()
+        try:
+            self._checkpoints.close()
+        finally:
+            self._context.snapshots.close()
+
+    # What a training loop reads
+
+    @property
+    def version(self) -> Version:
+        """The version of the outer state in memory."""
+        return self._context.standing.read().version
+
+    @property
+    def config(self) -> AgentConfig:
+        """The settings that this agent was made with."""
+        return self._context.config
+
+    @property
+    def worker(self) -> WorkerRef:
+        """This process's name in the run."""
+        return self._context.worker
+
+    # The phase
+
+    def phase(self) -> Iterator[int]:
+        """Yield once for each inner step that is due in this phase; the value is the inner step's index.
+
+        Between two steps, on this thread: a recovery that an operator or the coordinator ordered takes place, after
+        which the phase goes on at the donor's inner step. A worker that started its phase late stops early when the
+        others stand at the boundary.
+
+        Raises:
+            WorkerPoisoned: the state was written by a transfer and not verified.
+            RecoveryError: the coordinator ended this worker's part in the run.
+        """
+        context = self._context
+        local = context.state.local_progress
+        context.snapshots.inner_boundary()
+        while True:
+            self._obey_orders()
+            if context.standing.read().poisoned:
+                raise WorkerPoisoned(f"{self.worker}: the state in memory was not verified: recover again or stop")
+            if local.inner_step >= context.config.inner_steps_per_phase:
+                return
+            if self._late and context.inbox.phase_ends(self.version):
+                return
+            began = context.clock.monotonic()
+            yield local.inner_step
+            local.inner_step += 1
+            self._reporter.inner_step_took(context.clock.monotonic() - began)
+
+    def count_tokens(self, tokens: int) -> None:
+        """Add to the tokens that this worker trained on; summed over all workers at each commit."""
+        self._context.state.local_progress.tokens += tokens
+
+    # The boundary (the methods below the first are what ``boundary.Trainee`` asks for)
+
+    def boundary(self) -> Boundary:
+        """Return the boundary that ends this phase; see ``Boundary``."""
+        return Boundary(self, self._context, self._epochs, self._groups, self._averager)
+
+    @property
+    def weight(self) -> float:
+        """Work done in this phase, 0 to 1 of a whole one."""
+        done = self._context.state.local_progress.inner_step - self._first_inner_step
+        return max(0.0, min(1.0, done / self._context.config.inner_steps_per_phase))
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens trained on by this worker since the last commit."""
+        return self._context.state.local_progress.tokens - self._tokens_at_commit
+
+    def check_state(self) -> None:
+        """Return if the state in memory is what the run holds; recover otherwise and raise ``StateReplaced``."""
+        if self._obey_orders():
+            raise StateReplaced("recovered before the boundary")
+        context = self._context
+        self._reporter.wait_for_fingerprint(context.config.boundary_timeout_seconds)
+        if not context.config.verify_before_average:
+            return
+        damaged = context.snapshots.damaged()
+        if damaged:
+            names = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+            self.replace_state(f"memory of {names} changed since {self.version} was published")
+            raise StateReplaced(f"memory of {names} was damaged")
+
+    def replace_state(self, reason: str) -> None:
+        """Take the state from elsewhere, and return when this worker holds the run's state again."""
+        self._recover(reason)
+
+    def applied(self, run_tokens: int) -> None:
+        """Make the state in memory the next version; called at the end of the boundary's block."""
+        context = self._context
+        version = self.version.next()
+        context.state.run_progress.outer_step = version.outer_step
+        context.state.run_progress.tokens += run_tokens
+        context.state.local_progress.inner_step = 0
+        self._begin_phase(late=False)
+        context.snapshots.publish(version)
+        context.standing.update(version=version, fingerprint=Fingerprint(b""))
+        self._reporter.report_applied(self._epochs.last_epoch, version)
+        self._checkpoints.consider(version)
+
+    def poison(self, reason: str) -> None:
+        """Mark the state in memory as not verified; only a recovery lifts that."""
+        logger.error("%s: the state is poisoned: %s", self.worker, reason)
+        self._context.standing.update(poisoned=True, ready=False)
+
+    # Recovery
+
+    def _recover(self, reason: str, *, ask: bool = True, from_worker: str = "") -> None:
+        recovered = self._chain.recover(reason, ask=ask, from_worker=from_worker)
+        self._begin_phase(late=recovered.late)
+        self._context.events(
+            StateRestored(
+                worker_id=self.worker.worker_id,
+                version=recovered.version,
+                source=recovered.source,
+                num_tensors=recovered.num_tensors,
+                num_bytes=recovered.num_bytes,
+            )
+        )
+
+    def _begin_phase(self, *, late: bool) -> None:
+        local = self._context.state.local_progress
+        self._late = late
+        self._first_inner_step = local.inner_step
+        self._tokens_at_commit = local.tokens
+
+    def _obey_orders(self) -> bool:
+        """Recover if the coordinator or an operator wants it; return whether the state was replaced."""
+        order = self._context.inbox.take_resync()
+        if order is not None:
+            try:
+                self._recover("resync", from_worker=order.resync.from_worker_id)
+            except RecoveryError as error:
+                self._orders.answer(order, error)
+                raise
+            self._orders.answer(order, None)
+            return True
+        if self._context.inbox.has_directive():
+            self._recover("ordered by the coordinator", ask=False)
+            return True
+        return False
+
+    # The coordinator's side of the conversation
+
+    def _on_message(self, message: pb.CoordinatorMessage) -> None:
+        self._dispatcher(message)
+
+    def _hello(self) -> pb.Hello:
+        context = self._context
+        stand = context.standing.read()
+        holds = stand.version != NO_VERSION and not stand.poisoned
+        return pb.Hello(
+            protocol=_PROTOCOL,
+            run_id=context.config.run_id,
+            worker=to_proto(context.worker),
+            numerics_id=numerics_id(),
+            layout_digest=self._layout_digest,
+            held=to_proto(stand.version) if holds else None,
+            held_fingerprint=stand.fingerprint if holds else b"",
+            peer_addresses=[to_proto(self._peer_server.address)],
+            data_hosts=[context.host],
+            region=context.config.region,
+            donor_slots=context.config.donor_slots,
+            undecided_epoch=stand.undecided_epoch,
+        )

@@ -1,0 +1,197 @@
+"""The sources of a worker's state, in order: peers, then checkpoints. The coordinator says which is due.
+
+Every source fills a ``Restoration``'s destinations with verified bytes; only then is anything committed. What the
+worker holds afterwards is reported, and the coordinator's next directive says whether that is enough: behind by then
+means another ticket, which moves only the chunks that changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from protos.recovery.v1 import coordinator_pb2 as pb
+from recovery.control.wire import duration, from_proto, to_proto
+from recovery.errors import NoDonorLeft, RecoveryError, SourcesExhausted, Stop
+from recovery.types import NO_VERSION, Fingerprint, Version
+from recovery.worker.checkpoints import Checkpoints
+from recovery.worker.context import Context
+from recovery.worker.peer_source import PeerSource
+from recovery.worker.restored import Restored
+
+logger = logging.getLogger(__name__)
+
+_FINGERPRINT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """The state that this worker trains on from now."""
+
+    version: Version
+    source: str
+    """"origin", "peers", "disk"."""
+    late: bool
+    """True: the other members are somewhere in the phase that follows."""
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+class Chain:
+    """Recovers one worker; training thread only."""
+
+    def __init__(self, context: Context, peers: PeerSource, checkpoints: Checkpoints) -> None:
+        self._context = context
+        self._peers = peers
+        self._checkpoints = checkpoints
+        self._from_disk: Restored | None = None
+
+    def recover(self, reason: str, *, ask: bool, from_worker: str = "") -> Recovered:
+        """Do what the coordinator says until this worker holds the run's state.
+
+        Args:
+            reason: Why, for the coordinator, the log and status.
+            ask: False if the coordinator already knows (it ordered this, or this worker has just attached).
+            from_worker: The donor that an operator wants; empty: the coordinator's choice.
+
+        Raises:
+            NoDonorLeft: no source within ``recover_timeout_seconds``.
+            SourcesExhausted: no peer is expected and no checkpoint can be restored.
+            LayoutMismatch: the donors train another model.
+        """
+        context = self._context
+        context.standing.update(ready=False)
+        request = pb.WorkerMessage(recovery_request=pb.RecoveryRequest(reason=reason, from_worker_id=from_worker))
+        deadline = context.clock.monotonic() + context.config.recover_timeout_seconds
+        said_at = -1 if ask else context.inbox.attachments
+
+        def meanwhile() -> None:
+            nonlocal said_at
+            if said_at != context.inbox.attachments:
+                said_at = context.inbox.attachments
+                context.client.send(request)
+
+        while True:
+            context.standing.waits_for(f"a source of state ({reason})")
+            left = max(deadline - context.clock.monotonic(), 0.0)
+            directive = context.inbox.wait(context.inbox.take_directive, left, meanwhile)
+            recovered: Recovered | None = None
+            match directive:
+                case None:
+                    raise NoDonorLeft(
+                        f"{context.worker}: no source of state within {context.config.recover_timeout_seconds} s "
+                        f"({reason}): ask `recovery status` which workers are ready"
+                    )
+                case pb.BecomeOrigin():
+                    recovered = self._begin_history(from_proto(directive.version))
+                case pb.Ticket():
+                    recovered = self._from_peers(directive)
+                case pb.NoDonor():
+                    recovered = self._without_donor(directive)
+            if recovered is not None:
+                context.standing.waits_for("")
+                return recovered
+
+    def _begin_history(self, version: Version) -> Recovered:
+        """Declare the state in memory to be ``version``: the run's origin, or a checkpoint under a new lineage."""
+        context = self._context
+        context.state.run_progress.outer_step = version.outer_step
+        fingerprint = self._stand_at(version)
+        context.client.send(
+            pb.WorkerMessage(
+                applied=pb.Applied(
+                    version=to_proto(version),
+                    fingerprint=fingerprint,
+                    tokens=context.state.run_progress.tokens,
+                )
+            )
+        )
+        restored, self._from_disk = self._from_disk, None
+        if restored is None:
+            return Recovered(version=version, source="origin", late=False)
+        return Recovered(
+            version=version,
+            source=restored.source,
+            late=False,
+            num_tensors=restored.num_tensors,
+            num_bytes=restored.num_bytes,
+        )
+
+    def _from_peers(self, ticket: pb.Ticket) -> Recovered | None:
+        context = self._context
+        names = ", ".join(donor.worker.worker_id for donor in ticket.donors)
+        context.standing.waits_for(f"state from {names} (transfer {ticket.transfer_id}, attempt {ticket.attempt})")
+        began = context.clock.monotonic()
+        report = pb.RecoveryReport(
+            transfer_id=ticket.transfer_id, attempt=ticket.attempt, source=pb.RECOVERY_SOURCE_PEERS
+        )
+        try:
+            restored = self._peers.restore(ticket)
+            version = from_proto(ticket.version)
+            fingerprint = self._stand_at(version, expected=Fingerprint(ticket.fingerprint))
+        except Stop:
+            raise
+        except RecoveryError as error:
+            logger.warning(
+                "%s: attempt %d of transfer %s failed: %s", context.worker, ticket.attempt, ticket.transfer_id, error
+            )
+            report.failure.CopyFrom(to_proto(error))
+            context.client.send(pb.WorkerMessage(recovery_report=report))
+            return None
+        self._peers.forget()
+        report.version.CopyFrom(to_proto(version))
+        report.fingerprint = fingerprint
+        report.payload_bytes = restored.payload_bytes
+        report.reused_bytes = restored.reused_bytes
+        report.took.CopyFrom(duration(context.clock.monotonic() - began))
+        context.client.send(pb.WorkerMessage(recovery_report=report))
+        return Recovered(
+            version=version,
+            source=restored.source,
+            late=True,
+            num_tensors=restored.num_tensors,
+            num_bytes=restored.num_bytes,
+        )
+
+    def _without_donor(self, directive: pb.NoDonor) -> Recovered | None:
+        context = self._context
+        if directive.resume_from_disk:
+            context.standing.waits_for("a checkpoint")
+            self._offer_checkpoint(from_proto(directive.resume_at) if directive.HasField("resume_at") else None)
+            return None
+        if not directive.expected:
+            raise SourcesExhausted(f"{context.worker}: {directive.reason}")
+        logger.info("%s: no donor yet: %s", context.worker, directive.reason)
+        context.standing.waits_for(f"a donor: {directive.reason}")
+        return None
+
+    def _offer_checkpoint(self, at_most: Version | None) -> None:
+        """Restore the newest checkpoint that verifies, and tell the coordinator; it decides what that means."""
+        context = self._context
+        self._from_disk = self._checkpoints.restore_newest(at_most)
+        fingerprint = self._stand_at(self._from_disk.version, ready=False)
+        report = pb.RecoveryReport(
+            version=to_proto(self._from_disk.version),
+            fingerprint=fingerprint,
+            source=pb.RECOVERY_SOURCE_DISK,
+            payload_bytes=self._from_disk.payload_bytes,
+        )
+        context.client.send(pb.WorkerMessage(recovery_report=report))
+
+    def _stand_at(self, version: Version, *, expected: Fingerprint | None = None, ready: bool = True) -> Fingerprint:
+        """Publish the state in memory as ``version``, and lift the poison; returns its fingerprint.
+
+        Raises:
+            StateMismatch: it is not the expected fingerprint. The worker stays poisoned.
+        """
+        context = self._context
+        context.snapshots.publish(version)
+        fingerprint = context.snapshots.manifest(version, _FINGERPRINT_TIMEOUT_SECONDS).fingerprint
+        if expected is not None and fingerprint != expected:
+            context.standing.update(version=NO_VERSION, poisoned=True)
+            raise RecoveryError(
+                f"the restored state of {version} has fingerprint {fingerprint.hex()[:12]}, "
+                f"the run's is {expected.hex()[:12]}"
+            )
+        context.standing.update(version=version, fingerprint=fingerprint, poisoned=False, ready=ready)
+        return fingerprint

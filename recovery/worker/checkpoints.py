@@ -1,0 +1,180 @@
+"""When this worker saves, and what it restores from disk.
+
+A version is saved once it is sealed: its replicated parts by the one worker that the coordinator names, private parts
+and the data position by each worker. The private parts are captured at the version's boundary, on the training thread,
+because that is the one cut from which a resumed worker continues bit for bit; everything else happens in the
+background.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+
+from ckpt.objects import open_storage
+from ckpt.retention import RetentionPolicy
+from ckpt.saver import Saver, SaverConfig, SaveTicket
+from ckpt.source import CheckpointSource
+from recovery.errors import CheckpointFailed, CheckpointRejected, MisuseError, RecoveryError, SourcesExhausted
+from recovery.events import CheckpointSaveFailed
+from recovery.snapshot import Lease
+from recovery.types import RunId, Version
+from recovery.worker.context import Context
+from recovery.worker.restored import Restored
+
+logger = logging.getLogger(__name__)
+
+_HOLDER = "checkpoint"
+_CAPTURE_TIMEOUT_SECONDS = 60.0
+_MAX_IN_FLIGHT = 4
+
+
+class Checkpoints:
+    """Owns the thread ``recovery-checkpoints`` and, if a URL is configured, the saver."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._saver: Saver | None = None
+        self._lock = threading.Lock()
+        self._captures: dict[Version, Future[Lease]] = {}
+        self._jobs: queue.SimpleQueue[tuple[str, Version] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recovery-checkpoints", daemon=True)
+
+    def start(self) -> None:
+        """Begin to save, if a URL is configured."""
+        config = self._context.config
+        if not config.checkpoint_url:
+            return
+        self._saver = Saver(
+            open_storage(config.checkpoint_url),
+            SaverConfig(max_in_flight=_MAX_IN_FLIGHT, retention=RetentionPolicy(keep_newest=config.checkpoint_keep)),
+            run_id=RunId(config.run_id),
+            worker=self._context.worker,
+            events=self._context.events,
+            clock=self._context.clock,
+        )
+        self._saver.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for saves under way and end the threads.
+
+        Raises:
+            CheckpointFailed: a save failed and nobody was told yet.
+        """
+        if self._saver is None:
+            return
+        saver, self._saver = self._saver, None
+        self._jobs.put(None)
+        self._thread.join()
+        saver.close()
+
+    def consider(self, version: Version) -> None:
+        """Have the private parts captured if ``version`` is to be saved; training thread, right after applying."""
+        if self._saver is None or version.outer_step % self._context.config.checkpoint_every:
+            return
+        capture = self._context.snapshots.lease_private(f"{_HOLDER}/{version}", version)
+        with self._lock:
+            outdated = [old for old in self._captures if old < version]
+            forgotten = [self._captures.pop(old) for old in outdated]
+            self._captures[version] = capture
+        for old in forgotten:
+            _give_back(old)
+
+    def sealed(self, version: Version) -> None:
+        """Save this worker's private parts of a version that the run has sealed; any thread, returns at once."""
+        with self._lock:
+            due = version in self._captures
+        if due:
+            self._jobs.put(("private", version))
+
+    def assign(self, version: Version) -> None:
+        """Save the replicated parts of ``version``: the coordinator named this worker; any thread, returns at once."""
+        if self._saver is not None and version.outer_step % self._context.config.checkpoint_every == 0:
+            self._jobs.put(("replicated", version))
+
+    def save_now(self, timeout_seconds: float) -> str:
+        """Save the version in memory, all parts, and return where it is; any thread but the training thread.
+
+        Raises:
+            MisuseError: no checkpoint URL is configured.
+            CheckpointFailed: the save failed or did not end in time.
+        """
+        if self._saver is None:
+            raise MisuseError(f"{self._context.worker} has no checkpoint_url: there is nowhere to save")
+        version = self._context.standing.read().version
+        ticket = self._save(self._saver, [self._context.snapshots.lease_outer(version, _HOLDER)])
+        private = self._context.snapshots.lease_private(_HOLDER, version)
+        tickets = [ticket, self._save(self._saver, [private.result(timeout_seconds)])]
+        reports = [report for one in tickets for report in one.result(timeout_seconds)]
+        return reports[0].url
+
+    def restore_newest(self, at_most: Version | None) -> Restored:
+        """Load the newest checkpoint that verifies, not newer than ``at_most``; training thread.
+
+        Raises:
+            SourcesExhausted: there is none; the message has one line for each that was looked at.
+            LayoutMismatch: it is of another model or optimizer; nothing was changed.
+        """
+        context = self._context
+        url = context.config.checkpoint_url
+        if not url:
+            raise SourcesExhausted(
+                f"{context.worker}: no peer holds the run's state, and no checkpoint_url is configured to restore from"
+            )
+        source = CheckpointSource(
+            open_storage(url),
+            run_id=RunId(context.config.run_id),
+            worker=context.worker,
+            events=context.events,
+            clock=context.clock,
+        )
+        try:
+            loaded = source.restore(context.state, at_most=at_most)
+        except CheckpointRejected as error:
+            raise SourcesExhausted(f"{context.worker}: no peer holds the run's state, and {error}") from error
+        return Restored(
+            version=loaded.version,
+            source="disk",
+            num_tensors=loaded.num_tensors,
+            num_bytes=loaded.num_bytes,
+            payload_bytes=loaded.num_bytes,
+        )
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            kind, version = job
+            saver = self._saver
+            if saver is None:
+                continue
+            try:
+                if kind == "replicated":
+                    self._save(saver, [self._context.snapshots.lease_outer(version, f"{_HOLDER}/{version}")])
+                else:
+                    with self._lock:
+                        capture = self._captures.pop(version)
+                    self._save(saver, [capture.result(_CAPTURE_TIMEOUT_SECONDS)])
+            except (RecoveryError, TimeoutError) as error:
+                # Training goes on: the saver's policy decides when failures end it, this is about one version.
+                logger.warning("%s: %s parts of %s are not saved: %s", self._context.worker, kind, version, error)
+                url = self._context.config.checkpoint_url
+                self._context.events(
+                    CheckpointSaveFailed(worker_id=self._context.worker.worker_id, url=url, reason=str(error))
+                )
+
+    def _save(self, saver: Saver, leases: list[Lease]) -> SaveTicket:
+        ticket = saver.save(leases)
+        if ticket is None:
+            raise CheckpointFailed(f"{_MAX_IN_FLIGHT} saves are under way: this one is skipped")
+        return ticket
+
+
+def _give_back(capture: Future[Lease]) -> None:
+    def release(done: Future[Lease]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().release("not saved")
+
+    capture.cancel()
+    capture.add_done_callback(release)

@@ -1,0 +1,159 @@
+"""A real worker process for tests: ``python -m tests.support.worker_process '<json>'``.
+
+Says what happens as JSON lines on standard output, obeys JSON lines on standard input. The plan (the argument):
+
+- ``agent``: fields of ``AgentConfig``; ``hidden``, ``seed``: the toy; ``outer_steps``: when to end;
+- ``step_seconds``: least time of an inner step; ``threads``: torch's;
+- ``report_steps``: say every part's digest and the next learning rates before each inner step;
+- ``halt``: ``{"event": <class name>, "when": {<field>: <value>}, "after": n}``: at the n-th such event (from 0) the
+  thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
+  test knows where it was.
+
+Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from recovery.errors import RecoveryError
+from recovery.events import Event
+from recovery.state import describe
+from recovery.types import Cut, NumericsId, RunId
+from recovery.worker import Agent, AgentConfig
+from tests.support.toy import Toy
+
+
+class Voice:
+    """Writes JSON lines to the test."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptor = os.dup(1)
+        os.dup2(2, 1)
+
+    def say(self, kind: str, **fields: object) -> None:
+        line = json.dumps({"say": kind, **fields}, default=lambda v: v.hex() if isinstance(v, bytes) else str(v))
+        with self._lock:
+            os.write(self._descriptor, (line + "\n").encode())
+
+
+class Halt:
+    """Stands still at one named place; reports events on the way."""
+
+    def __init__(self, voice: Voice, plan: dict[str, Any] | None) -> None:
+        self._voice = voice
+        self._plan = plan
+        self._seen = 0
+        self.go_on = threading.Event()
+
+    def __call__(self, event: Event, /) -> None:
+        name = type(event).__name__
+        fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+        self._voice.say("event", event=name, **fields)
+        plan = self._plan
+        if plan is None or plan["event"] != name:
+            return
+        if any(str(fields[key]) != str(value) for key, value in plan.get("when", {}).items()):
+            return
+        self._seen += 1
+        if self._seen > int(plan.get("after", 0)):
+            self._plan = None
+            self._voice.say("halted", event=name, **fields)
+            self.go_on.wait()
+
+
+def parts_digest(agent: Agent, toy: Toy) -> dict[str, str]:
+    """Return a digest of every part of the worker's state, as it is in memory now."""
+    manifest = describe(
+        [toy.state.read_part(name) for name in toy.state.part_names],
+        run_id=RunId(agent.config.run_id),
+        worker=agent.worker,
+        cut=Cut(agent.version),
+        numerics_id=NumericsId(""),
+        layout_digest=b"",
+    )
+    return {
+        part.name: "/".join(
+            [part.tree.SerializeToString(deterministic=True).hex(), *(c.digest.hex() for c in part.chunks)]
+        )
+        for part in manifest.parts
+    }
+
+
+def main(plan: dict[str, Any]) -> int:
+    torch.set_num_threads(int(plan.get("threads", 1)))
+    voice = Voice()
+    halt = Halt(voice, plan.get("halt"))
+    toy = Toy(int(plan["hidden"]), int(plan["seed"]))
+    finish = threading.Event()
+
+    def listen() -> None:
+        pending = b""
+        while data := os.read(0, 65536):
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                match json.loads(line):
+                    case {"do": "go_on"}:
+                        halt.go_on.set()
+                    case {"do": "finish"}:
+                        finish.set()
+                    case {"do": "flip", "names": list(names)}:
+                        flip(toy, names)
+                        voice.say("flipped", names=names)
+        os._exit(9)  # the test is gone
+
+    threading.Thread(target=listen, daemon=True).start()
+    agent = Agent(toy.state, AgentConfig(**plan["agent"]), events=halt)
+    try:
+        with agent:
+            voice.say(
+                "joined",
+                version=agent.version,
+                inner_step=toy.state.local_progress.inner_step,
+                parts=parts_digest(agent, toy),
+                next_rates=toy.next_learning_rates(20),
+            )
+            while agent.version.outer_step < int(plan["outer_steps"]) and not finish.is_set():
+                loss = 0.0
+                for inner_step in agent.phase():
+                    if plan.get("report_steps"):
+                        voice.say(
+                            "step",
+                            version=agent.version,
+                            inner_step=inner_step,
+                            parts=parts_digest(agent, toy),
+                            next_rates=toy.next_learning_rates(20),
+                        )
+                    began = time.monotonic()
+                    loss = toy.inner_step()
+                    agent.count_tokens(8)
+                    time.sleep(max(0.0, float(plan.get("step_seconds", 0.0)) - (time.monotonic() - began)))
+                with agent.boundary() as boundary:
+                    toy.apply(boundary.average(toy.pseudo_gradients))
+                voice.say("boundary", version=agent.version, loss=loss, parts=parts_digest(agent, toy))
+    except RecoveryError as error:
+        voice.say("error", error=error.kind, message=str(error))
+        return 1
+    voice.say("ended", version=agent.version)
+    return 0
+
+
+def flip(toy: Toy, names: list[str]) -> None:
+    """Invert one bit in each of the named outer parameters."""
+    ordered = [name for name, _ in toy.model.named_parameters()]
+    with torch.no_grad():
+        for name in names:
+            toy.outer_params[ordered.index(name)].detach().view(-1).view(torch.int32)[0].bitwise_xor_(1 << 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
