@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from recovery.errors import LayoutMismatch
 from recovery.state.manifest import Manifest, PartSpec
@@ -29,31 +30,48 @@ def parts_to_restore(state: WorkerState, manifest: Manifest, chosen: Sequence[Pa
     return [name for name in listed if name in set(chosen)]
 
 
-def layout_differences(state: WorkerState, manifest: Manifest, names: Sequence[PartName]) -> list[str]:
-    """Return one line for each way in which the chosen parts of ``manifest`` do not fit the worker; nothing is changed.
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """How a manifest does not fit a worker, in lines to read."""
+
+    by_part: Mapping[PartName, list[str]]
+    """Parts that cannot be restored. The others can, each whole."""
+    general: list[str]
+    """What is not a matter of one part that the manifest lists."""
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for lines in self.by_part.values() for line in lines] + self.general
+
+
+def layout_differences(state: WorkerState, manifest: Manifest, parts: Sequence[PartName] | None = None) -> Disagreement:
+    """Return how the chosen parts of ``manifest`` do not fit the worker, leaf by leaf; nothing is changed.
 
     A manifest that lists any part of a class must list all of the worker's parts of it, and is compared with the
-    worker's whole layout, unless ``names`` leaves some of it out.
+    worker's whole layout, unless ``parts`` chooses some.
+
+    Raises:
+        LayoutMismatch: a chosen part is not in the manifest.
     """
-    found = []
+    names = parts_to_restore(state, manifest, parts)
     own = set(state.part_names)
+    by_part = {}
     for name in names:
         spec = manifest.part(name)
         if name not in own:
-            found.append(f"{name}: the donor has this part, this worker does not register it")
+            by_part[name] = [f"{name}: the donor has this part, this worker does not register it"]
         elif spec.part_class is not state.part_class(name):
-            found.append(f"{name}: {spec.part_class.value} on the donor, {state.part_class(name).value} here")
-        else:
-            found += state.part(name).differences(donor_tree(spec), state.part(name).read())
-    whole = len(names) == sum(part.part_class is not PartClass.PRIVATE_KEPT for part in manifest.parts)
-    if whole:
-        found += _left_out(state, manifest)
-        if not found and manifest.layout_digest and manifest.layout_digest != state.layout_digest():
-            found.append(
-                "the digests of the two layouts differ though the parts listed agree: a class, a tie, the dtype of a "
-                f"live parameter, or a part that is not listed here ({', '.join(sorted(own - set(names))) or 'none'})"
-            )
-    return found
+            by_part[name] = [f"{name}: {spec.part_class.value} on the donor, {state.part_class(name).value} here"]
+        elif lines := list(state.part(name).differences(donor_tree(spec), state.part(name).read())):
+            by_part[name] = lines
+    general = _left_out(state, manifest) if parts is None else []
+    same = not manifest.layout_digest or manifest.layout_digest == state.layout_digest()
+    if parts is None and not by_part and not general and not same:
+        general.append(
+            "the digests of the two layouts differ though the parts listed agree: a class, a tie, the dtype of a live "
+            f"parameter, or a part that is not listed here ({', '.join(sorted(own - set(names))) or 'none'})"
+        )
+    return Disagreement(by_part, general)
 
 
 def donor_tree(spec: PartSpec) -> object:

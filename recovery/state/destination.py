@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recovery.errors import LayoutMismatch
-from recovery.state.leaf import NUMPY_DTYPES, TORCH_DTYPES, TensorKind, dtype_name, local_of
+from recovery.state.leaf import NUMPY_DTYPES, TORCH_DTYPES, TensorKind, dtype_name, local_of, tensor_leaf
 from recovery.state.local_tensor import can_hold, local, may_overlap
 from recovery.state.manifest import TensorSpec, empty_leaf
 from recovery.state.part import Owner
@@ -34,6 +34,8 @@ def fits(existing: object, spec: TensorSpec, *, whole: bool) -> bool:
         return False
     here = local(existing)
     if (dtype_name(here), tuple(here.shape)) != (spec.dtype, spec.shape) or not can_hold(here):
+        return False
+    if tensor_leaf(spec.path, existing).shard != spec.shard:
         return False
     return not (whole and may_overlap(here))
 

@@ -89,3 +89,9 @@ def slots(value: object) -> Iterator[Slot]:
 def qualified_name(thing: object) -> str:
     """Return module and name of ``thing``'s class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def form(spec: TensorSpec) -> str:
+    """Return dtype and shape, and of a shard its place in the global tensor, as errors name them."""
+    shard = f" shard {', '.join(spec.shard.placements)} of {list(spec.shard.global_shape)}" if spec.shard else ""
+    return f"{spec.dtype} {list(spec.shape)}{shard}"

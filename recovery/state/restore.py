@@ -65,6 +65,7 @@ class Restoration:
         *,
         mode: RestoreMode,
         parts: Sequence[PartName] | None = None,
+        lenient: bool = False,
     ) -> None:
         """Check that the manifest's parts fit the worker.
 
@@ -73,6 +74,8 @@ class Restoration:
             manifest: The donor's.
             mode: Where to receive.
             parts: Which parts; None: all of the manifest except private-kept ones.
+            lenient: Restore the parts that fit, each whole, and leave the others as they are; ``differences`` says
+                which and why. For a person who carries state over into a changed model, never for joining a run.
 
         Raises:
             LayoutMismatch: names every leaf that differs. Nothing was changed.
@@ -80,13 +83,15 @@ class Restoration:
         self._state = state
         self._manifest = manifest
         self._mode = mode
-        self._names = parts_to_restore(state, manifest, parts)
-        differences = layout_differences(state, manifest, self._names)
-        if differences:
+        found = layout_differences(state, manifest, parts)
+        self.differences = tuple(found.lines)
+        """How the manifest does not fit; empty unless ``lenient``."""
+        if self.differences and not lenient:
             raise LayoutMismatch(
                 f"the state of {manifest.worker} at {manifest.cut} does not fit this worker; nothing was changed:"
-                + _listed(differences)
+                + _listed(self.differences)
             )
+        self._names = [name for name in parts_to_restore(state, manifest, parts) if name not in found.by_part]
         self._receiving: dict[PartName, Receiving] | None = None
         self._committed = False
 
@@ -127,6 +132,8 @@ class Restoration:
     def destination(self, part: PartName) -> PartBytes:
         """Return where the part's bytes belong; ``prepare`` comes first. Staged: memory that nobody else sees."""
         receiving = self._prepared()
+        if self._committed:
+            raise MisuseError("this restoration was committed: what it received belongs to the worker now")
         if part not in receiving:
             raise MisuseError(f"part {part!r} is not among those restored: {', '.join(self._names)}")
         return receiving[part].bytes

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from protos.recovery.v1 import manifest_pb2
 from recovery.errors import UnsupportedLeaf
-from recovery.state.leaf import dtype_name
+from recovery.state.leaf import dtype_name, tensor_leaf
 from recovery.state.local_tensor import can_hold, local, tie_key
-from recovery.state.part import Part, Slot
+from recovery.state.manifest import specs_of
+from recovery.state.part import Part, Slot, form
 from recovery.types import PartClass, PartName
 
 
@@ -51,11 +52,9 @@ class TensorsPart(Part):
                 continue
             spec, tensor = donor[name].spec, own[name]
             here = local(tensor)
-            if (spec.dtype, spec.shape) != (dtype_name(here), tuple(here.shape)):
-                yield (
-                    f"{self.name}/{name}: the donor's is {spec.dtype} {list(spec.shape)}, "
-                    f"this worker's {dtype_name(here)} {list(here.shape)}"
-                )
+            found = specs_of([tensor_leaf(name, tensor)])[0]
+            if (spec.dtype, spec.shape, spec.shard) != (found.dtype, found.shape, found.shard):
+                yield f"{self.name}/{name}: the donor's is {form(spec)}, this worker's {form(found)}"
             elif not can_hold(here):
                 yield f"{self.name}/{name}: overlaps itself in memory and cannot be written: clone() it"
             tied = first_names.setdefault(donor[name].index, name)

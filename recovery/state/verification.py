@@ -5,7 +5,8 @@ from __future__ import annotations
 from recovery.state.compare import compare, damaged_tensors
 from recovery.state.digest import part_digests
 from recovery.state.live_part import LivePart
-from recovery.state.manifest import PartSpec, TensorSpec
+from recovery.state.manifest import PartSpec
+from recovery.state.part import form
 from recovery.types import DigestAlgorithm
 
 
@@ -21,9 +22,9 @@ def part_differences(expected: PartSpec, found: LivePart, algorithm: DigestAlgor
     differences = [f"{name}/{path}: missing" for path in their if path not in ours]
     differences += [f"{name}/{path}: not in the manifest" for path in ours if path not in their]
     differences += [
-        f"{name}/{path}: {_form(spec)} in the manifest, {_form(ours[path])} here"
+        f"{name}/{path}: {form(spec)} in the manifest, {form(ours[path])} here"
         for path, spec in their.items()
-        if path in ours and _form(spec) != _form(ours[path])
+        if path in ours and form(spec) != form(ours[path])
     ]
     if expected.tree.SerializeToString(deterministic=True) != found.tree.SerializeToString(deterministic=True):
         # Bytes differ too where equal lists are one object on one side only: that is no difference.
@@ -33,8 +34,3 @@ def part_differences(expected: PartSpec, found: LivePart, algorithm: DigestAlgor
     if part_digests(found.bytes, algorithm) == [chunk.digest for chunk in expected.chunks]:
         return []
     return [f"{name}/{path}: its bytes differ" for path in damaged_tensors(found, expected, algorithm)]
-
-
-def _form(spec: TensorSpec) -> str:
-    shard = f" shard {', '.join(spec.shard.placements)} of {list(spec.shard.global_shape)}" if spec.shard else ""
-    return f"{spec.dtype} {list(spec.shape)}{shard}"
