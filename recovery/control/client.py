@@ -58,7 +58,7 @@ class ClientConfig:
     beat_seconds: float = 2.0
     silence_seconds: float = 0.0
     first_backoff_seconds: float = 0.05
-    max_backoff_seconds: float = 1.0
+    max_backoff_seconds: float = 0.5
     linger_seconds: float = 2.0
     outbox_messages: int = 1024
 
@@ -165,8 +165,10 @@ class CoordinatorClient:
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while not self._attached:
+            while True:
                 self._raise_if_over()
+                if self._attached:
+                    return
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise CoordinatorUnreachable(
@@ -215,6 +217,7 @@ class CoordinatorClient:
         self._closing.set()
         with self._changed:
             outbox, cancel = self._outbox, self._cancel
+            attached = self._attached
             self._changed.notify_all()
         if outbox is not None:
             outbox.put(coordinator_pb2.WorkerMessage(goodbye=coordinator_pb2.Goodbye(reason=reason)))
@@ -222,7 +225,8 @@ class CoordinatorClient:
         here = threading.current_thread()
         for thread in self._threads[:1]:
             if thread is not here:
-                thread.join(self._config.linger_seconds)
+                # Nobody hears a goodbye on a stream that was never welcomed.
+                thread.join(self._config.linger_seconds if attached else 0.0)
         if cancel is not None:
             cancel()
         if self._key_value is not None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from recovery.control.mailbox import Mailbox
-from recovery.errors import DonorLost, RecoveryError
+from google.protobuf.message import Message
 
-Sent = TypeVar("Sent")
-Got = TypeVar("Got")
+from recovery.control.channel import MAX_MESSAGE_BYTES
+from recovery.control.mailbox import Mailbox
+from recovery.errors import DonorLost, MisuseError, RecoveryError
+
+Sent = TypeVar("Sent", bound=Message)
+Got = TypeVar("Got", bound=Message)
 
 MAX_WAITING_LETTERS = 4096
 """Letters that wait in each direction. The reader of the stream stops when so many came unread, and gRPC's flow control
@@ -35,7 +38,10 @@ class StreamConversation(Generic[Sent, Got]):
 
         Raises:
             DonorLost: the conversation has ended, with the reason; or the other side reads nothing any more.
+            MisuseError: the letter is longer than a message may be; nothing was sent.
         """
+        if letter.ByteSize() > MAX_MESSAGE_BYTES:
+            raise MisuseError(f"a letter to {self.peer} has {letter.ByteSize()} bytes, more than {MAX_MESSAGE_BYTES}")
         if self._outbox.offer(letter):
             return
         ended = self._inbox.ended or self._outbox.ended

@@ -13,7 +13,7 @@ import grpc
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control.channel import open_channel
 from recovery.control.conversation import StreamConversation
-from recovery.control.rpc_errors import cause, status_code, told_failure
+from recovery.control.rpc_errors import cause, is_overload, told_failure
 from recovery.control.security import SecurityConfig, is_loopback
 from recovery.control.wire import from_proto, to_proto
 from recovery.errors import BadConfiguration, DonorBusy, DonorLost, PeerUnreachable, RecoveryError, Stop
@@ -234,7 +234,7 @@ def _lost(name: str, error: grpc.RpcError) -> RecoveryError:
     told = told_failure(error)
     if told is not None:
         return told
-    if status_code(error) is grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if is_overload(error):
         return DonorBusy(f"{name} has no thread left for another conversation")
     return DonorLost(f"{name} is lost: {cause(error)}")
 
@@ -273,6 +273,6 @@ def _answer(address: Address, call: Any) -> Any:
         told = told_failure(error)
         if told is not None:
             raise told from error
-        if status_code(error) is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if is_overload(error):
             raise DonorBusy(f"the peer at {address} has no thread left for a probe") from error
         raise PeerUnreachable(f"{address}: {cause(error)}") from error

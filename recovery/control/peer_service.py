@@ -44,6 +44,7 @@ DonorConversation = StreamConversation[peer_pb2.DonorLetter, peer_pb2.JoinerLett
 CLOSE_REASON_KEY = "recovery-close-reason-bin"
 
 _PROBE_THREADS = 2
+_GRACE_SECONDS = 0.5
 _MAX_DIAL_BACK = 8
 
 
@@ -145,7 +146,8 @@ class PeerServer:
         if self._server is None or self._executor is None or self._servicer is None:
             return
         self._servicer.close()
-        self._server.stop(grace=None).wait()
+        # Conversations have ended above: the grace is for their reasons to arrive.
+        self._server.stop(grace=_GRACE_SECONDS).wait()
         self._servicer.join()
         self._executor.shutdown()
 
