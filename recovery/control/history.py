@@ -270,7 +270,7 @@ class History:
         for lineage, step, cause, parent, parent_step, *rest in database.execute(
             "SELECT * FROM lineages ORDER BY lineage"
         ):
-            record.lineages.append(LineageBegun(Version(lineage, step), cause, Version(parent, parent_step), *rest))
+            record.apply(LineageBegun(Version(lineage, step), cause, Version(parent, parent_step), *rest))
         for lineage, step, fingerprint in database.execute("SELECT * FROM seals ORDER BY lineage, outer_step"):
             record.apply(VersionSealed(Version(lineage, step), fingerprint))
         newest = database.execute("SELECT * FROM epochs ORDER BY epoch DESC LIMIT ?", (KEPT_EPOCHS,)).fetchall()
@@ -279,7 +279,7 @@ class History:
             record.epochs[epoch] = EpochRecord(
                 Version(lineage, step), _voters(members), verdict, created, digest, _voters(voters), reason
             )
-            record.last_epoch = epoch
+            record.last_epoch = max(record.last_epoch, epoch)
             # A later lineage starts from what was sealed: an unsealed step of an earlier one is left behind.
             if verdict == COMMITTED and created >= record.committed:
                 record.committed, record.committed_epoch = created, epoch

@@ -15,6 +15,16 @@ COMMITTED = "committed"
 ABORTED = "aborted"
 OPEN = "open"
 
+ORIGIN = "origin"
+RESUME = "resume"
+ROLLBACK = "rollback"
+ADOPT = "adopt"
+ADOPTED = "adopted"
+"""Causes of lineages. ``adopted`` is the lineage as it came, ``adopt`` the one that continues it here."""
+
+EPOCHS_PER_ADOPTION = 10**9
+"""An adopted run counts its epochs from its lineage times this."""
+
 KEPT_EPOCHS = 4096
 """Epochs whose outcome is answered by name; whoever asks for an older one is made a joiner."""
 
@@ -145,6 +155,9 @@ class HistoryRecord:
             case LineageBegun():
                 if change not in self.lineages:
                     self.lineages.append(change)
+                if change.cause == ADOPT:
+                    # The workers remember epochs of the lost history: a number must never mean two epochs.
+                    self.last_epoch = max(self.last_epoch, change.version.lineage * EPOCHS_PER_ADOPTION)
             case EpochOpened():
                 self.epochs.setdefault(change.epoch, EpochRecord(change.version, change.members))
                 self.last_epoch = max(self.last_epoch, change.epoch)

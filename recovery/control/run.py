@@ -176,6 +176,7 @@ class RunMachine:
         if undecided:
             self._boundary.query(member, undecided)
         self._succession.remind(member)
+        self._tickets.resume(member)
 
     def _replace(self, old: Member, silent: float) -> None:
         run = self._run

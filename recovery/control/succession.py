@@ -14,7 +14,16 @@ from protos.recovery.v1 import coordinator_pb2, operations_pb2
 from recovery.control.boundary import BoundaryDesk
 from recovery.control.membership import Member, Standing
 from recovery.control.policy import REFUSE
-from recovery.control.record import LineageBegun, PauseSet, VersionSealed
+from recovery.control.record import (
+    ADOPT,
+    ADOPTED,
+    ORIGIN,
+    RESUME,
+    ROLLBACK,
+    LineageBegun,
+    PauseSet,
+    VersionSealed,
+)
 from recovery.control.run_state import AUTHORITIES, Beginning, RunState
 from recovery.control.tickets import TicketDesk
 from recovery.control.wire import duration, from_proto, to_proto
@@ -22,8 +31,6 @@ from recovery.errors import BadConfiguration, NoDonorLeft, PeerUnreachable, Reco
 from recovery.events import LineageStarted
 from recovery.events import VersionSealed as VersionSealedEvent
 from recovery.types import NO_VERSION, Version
-
-ORIGIN, RESUMED, ROLLBACK, ADOPT, ADOPTED = "origin", "resume", "rollback", "adopt", "adopted"
 
 
 @dataclass(slots=True)
@@ -71,7 +78,7 @@ class SuccessionDesk:
         run, record = self._run, self._run.record
         self._boundary.abandon(f"a new lineage begins ({cause})")
         version = Version(record.newest_lineage + 1, outer_step)
-        lost = max(0, record.committed.outer_step - outer_step) if cause in (RESUMED, ROLLBACK) else 0
+        lost = max(0, record.committed.outer_step - outer_step) if cause in (RESUME, ROLLBACK) else 0
         wall = run.now + run.wall_offset_seconds
         run.persist(LineageBegun(version, cause, parent, lost, *member.voter, wall))
         if record.paused:
@@ -232,7 +239,7 @@ class SuccessionDesk:
             self.begin(
                 survivors[0],
                 record.sealed.outer_step,
-                RESUMED,
+                RESUME,
                 parent=record.sealed,
                 expected_fingerprint=record.sealed_fingerprint,
             )
@@ -287,7 +294,7 @@ class SuccessionDesk:
                 run.wake(due)
                 return
             voter = min(offers, key=lambda v: (_newest_first(from_proto(offers[v].version)), v))
-            self._begin_from(voter, offers[voter], RESUMED, [])
+            self._begin_from(voter, offers[voter], RESUME, [])
             return
         if open_answers:
             return

@@ -59,6 +59,12 @@ class TicketDesk:
         member.last_no_donor = None
         member.stand(Standing.QUEUED, run.now, why)
 
+    def resume(self, member: Member) -> None:
+        """A joiner is back on a new stream. Its ticket may have been lost with the old one, or its report: an attempt
+        that it is at goes on, one that it never heard of begins, of one that it ended it sends the report again."""
+        if member.standing is Standing.JOINING and member.transfer is not None and member.transfer.donors:
+            self._tell_ticket(member, member.transfer)
+
     def _new_transfer(self, transfer_id: str = "") -> Transfer:
         run = self._run
         run.num_transfers += 1

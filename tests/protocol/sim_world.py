@@ -1,0 +1,422 @@
+"""A virtual clock, network, disks and a coordinator's host, around the very machine that runs in production."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from protos.recovery.v1 import coordinator_pb2, operations_pb2
+from recovery.control.inputs import Attached, Detached, Drop, Effect, Operated, Persist, Received, Tell, Tick
+from recovery.control.inputs import Input as MachineInput
+from recovery.control.membership import Standing
+from recovery.control.policy import RunPolicy
+from recovery.control.record import ABORTED, COMMITTED, OPEN, EpochClosed, HistoryRecord, copy_of
+from recovery.control.run import RunMachine
+from recovery.control.wire import from_proto
+from recovery.types import Version, WorkerRef
+from tests.protocol.sim_oracle import Oracle, mix
+from tests.protocol.sim_worker import AVERAGING, RESTORING, Process
+
+LEASE_SECONDS = 4.0
+
+
+class Connection:
+    """One stream of one process to one life of the coordinator: in order and whole until it breaks, unless wild."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world = world
+        self.process = process
+        self.boot = world.boot
+        self.broken = False
+        self.up_at = self.down_at = 0.0
+
+    def _times(self, last: float) -> list[float]:
+        world = self.world
+        at = world.now + world.random.uniform(0.001, 0.03)
+        if world.wild:
+            chance = world.random.random()
+            if chance < 0.02:
+                return []
+            if chance < 0.04:
+                return [at, at + world.random.uniform(0.0, 2.0)]
+            if chance < 0.08:
+                return [at + world.random.uniform(0.0, 2.0)]
+        return [max(at, last)]
+
+    def up(self, message: coordinator_pb2.WorkerMessage) -> None:
+        for at in self._times(self.up_at):
+            self.up_at = max(self.up_at, at)
+            self.world.at(at, lambda: self.world.receive(self, message))
+
+    def down(self, message: coordinator_pb2.CoordinatorMessage) -> None:
+        for at in self._times(self.down_at):
+            self.down_at = max(self.down_at, at)
+            self.world.at(at, lambda: self._deliver(message))
+
+    def _deliver(self, message: coordinator_pb2.CoordinatorMessage) -> None:
+        if not self.broken and self.process.alive and self.process.connection is self:
+            kind = message.WhichOneof("kind")
+            assert kind is not None
+            self.process.hear(getattr(message, kind))
+
+
+class World:
+    """Everything outside the machine."""
+
+    def __init__(self, seed: int, names: list[str], policy: RunPolicy, bug: str = "") -> None:
+        self.random = random.Random(seed)
+        self.policy = policy
+        self.bug = bug
+        self.now = 0.0
+        self.wild = False
+        self.oracle = Oracle()
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._lives = itertools.count(1)
+        self.processes: dict[str, Process | None] = dict.fromkeys(names)
+        self.disks: dict[str, list[tuple[Version, bytes, int]]] = {"": []}
+        self.groups: dict[tuple[int, int], set[str]] = {}
+        self.corrupt_next: set[str] = set()
+        self.log: list[str] = []
+        self.boot = 0
+        self.machine: RunMachine | None = None
+        self.durable = HistoryRecord("run")
+        self.streams: dict[WorkerRef, Connection] = {}
+        self.crash_after: int | None = None
+        """Effects that the coordinator still carries out before it dies."""
+        self._wake_at: float | None = None
+        self.num_inputs = 0
+        self.exits: list[str] = []
+        self._requests = itertools.count(1)
+        self.restart_of_coordinator: Callable[[], None] = lambda: None
+
+    # Time
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), what))
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        self.at(self.now + seconds, what)
+
+    def run_until(self, when: float, goal: Callable[[], bool] | None = None) -> bool:
+        """Let the world run; True as soon as ``goal`` holds."""
+        while self._heap and self._heap[0][0] <= when:
+            self.now, _, what = heapq.heappop(self._heap)
+            what()
+            if goal is not None and goal():
+                return True
+        self.now = when
+        return False
+
+    def say(self, what: str) -> None:
+        self.log.append(f"{self.now:8.3f} {what}")
+
+    # The coordinator's host
+
+    def start_coordinator(self) -> None:
+        if self.machine is not None:
+            return
+        self.boot += 1
+        for epoch in self.durable.epochs.values():  # as History.load does
+            if epoch.verdict == OPEN:
+                epoch.verdict = ABORTED
+                self.durable.num_aborted += 1
+        for (era, number), verdict in self.oracle.epochs.items():
+            if era == self.oracle.era and verdict == OPEN:
+                self.oracle.epochs[era, number] = ABORTED
+        self.durable.generation += 1
+        self.machine = RunMachine(self.policy, copy_of(self.durable))
+        self.say(f"coordinator starts, sealed {self.durable.sealed}")
+        self._feed(Tick())
+
+    def kill_coordinator(self) -> None:
+        if self.machine is None:
+            return
+        self.say("coordinator dies")
+        self.machine = None
+        self.crash_after = None
+        for connection in list(self.streams.values()):
+            self._break_at_worker(connection, self.random.uniform(0.0, 0.1))
+        self.streams.clear()
+        self.oracle.holders.clear()
+
+    def lose_state_dir(self) -> None:
+        """An operator begins anew under the old run id: the history is gone."""
+        self.say("state directory lost")
+        self.durable = HistoryRecord("run")
+        self.oracle.begin_era()
+
+    def _feed(self, event: MachineInput) -> None:
+        if self.machine is None:
+            return
+        self.num_inputs += 1
+        self._carry_out(self.machine.handle(event, self.now))
+        if self.machine is None:
+            return
+        wake = self.machine.next_wakeup()
+        if wake is not None and wake != self._wake_at:
+            self._wake_at = wake
+            machine = self.machine
+            self.at(wake, lambda: self._tick(machine, wake))
+
+    def _tick(self, machine: RunMachine, wake: float) -> None:
+        if machine is self.machine and wake == self._wake_at:
+            self._wake_at = None
+            self._feed(Tick())
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if self.crash_after is not None:
+                if self.crash_after == 0:
+                    self.kill_coordinator()
+                    self.restart_of_coordinator()
+                    return
+                self.crash_after -= 1
+            match effect:
+                case Persist(record=change):
+                    if self.bug == "forget-outcome" and isinstance(change, EpochClosed) and change.verdict == COMMITTED:
+                        continue
+                    self.durable.apply(change)
+                    self.say(f"stored {change}")
+                    self.oracle.stored(change)
+                case Tell(worker=worker, message=message):
+                    connection = self.streams.get(worker)
+                    if connection is not None:
+                        connection.down(message)
+                case Drop(worker=worker):
+                    connection = self.streams.pop(worker, None)
+                    if connection is not None:
+                        self._break_at_worker(connection, self.random.uniform(0.05, 0.1))
+                        self.oracle.holders.pop(worker.worker_id, None)
+                case _:
+                    pass
+
+    def receive(self, connection: Connection, message: coordinator_pb2.WorkerMessage) -> None:
+        if connection.boot != self.boot or self.machine is None:
+            return
+        if self.streams.get(connection.process.ref) is connection:
+            self._feed(Received(connection.process.ref, message))
+
+    # Streams
+
+    def connect(self, process: Process) -> None:
+        if not process.alive or process.connection is not None:
+            return
+        if process.frozen or self.machine is None:
+            self.after(self.random.uniform(0.2, 0.8), lambda: self.connect(process))
+            return
+        connection = Connection(self, process)
+        process.connection = connection
+        self.streams[process.ref] = connection
+        self.note(process)
+        self.say(f"{process.ref.incarnation} attaches with {process.held} ({process.mode})")
+        self._feed(Attached(process.ref, process.hello()))
+
+    def note(self, process: Process) -> None:
+        """Tell the oracle what an attached process holds."""
+        connection = process.connection
+        if connection is not None and self.streams.get(process.ref) is connection:
+            self.oracle.holders[process.name] = (process.held, process.value)
+
+    def _break_at_worker(self, connection: Connection, seconds: float) -> None:
+        def notice() -> None:
+            connection.broken = True
+            process = connection.process
+            if process.connection is connection:
+                process.connection = None
+                self.after(self.random.uniform(0.1, 0.5), lambda: self.connect(process))
+
+        connection.broken = connection.broken or seconds == 0.0
+        self.after(seconds, notice)
+
+    def _break_at_coordinator(self, connection: Connection, seconds: float, reason: str) -> None:
+        def notice() -> None:
+            ref = connection.process.ref
+            if connection.boot == self.boot and self.streams.get(ref) is connection:
+                del self.streams[ref]
+                self.oracle.holders.pop(ref.worker_id, None)
+                self._feed(Detached(ref, reason))
+
+        self.after(seconds, notice)
+
+    def cut(self, process: Process) -> None:
+        """The stream breaks; either end may take the lease's time to notice."""
+        connection = process.connection
+        if connection is None:
+            return
+        self.say(f"cut {process.ref.incarnation}")
+        connection.broken = True
+        slow = self.random.random() < 0.3
+        self._break_at_worker(connection, LEASE_SECONDS if slow else self.random.uniform(0.0, 0.1))
+        self._break_at_coordinator(connection, LEASE_SECONDS if slow else self.random.uniform(0.0, 0.1), "cut")
+
+    # Processes
+
+    def start(self, name: str) -> None:
+        known = self.processes[name]
+        if known is not None and known.alive:
+            return
+        process = Process(self, name, next(self._lives))
+        self.processes[name] = process
+        self.connect(process)
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        if process is None or not process.alive:
+            return
+        self.say(f"kill {process.ref.incarnation} in {process.mode}")
+        process.alive = False
+        process.task += 1
+        connection = process.connection
+        process.connection = None
+        self._others_notice(process)
+        if connection is not None:
+            connection.broken = True
+            self._break_at_coordinator(connection, self.random.uniform(0.0, 0.1), "killed")
+
+    def exit(self, process: Process, reason: str) -> None:
+        """A process ends with a named error; somebody starts it again."""
+        self.exits.append(reason)
+        self.say(f"{process.ref.incarnation} exits: {reason}")
+        self.kill(process.name)
+        self.after(self.random.uniform(0.5, 2.0), lambda: self.start(process.name))
+
+    def freeze(self, name: str, seconds: float) -> None:
+        process = self.processes[name]
+        if process is None or not process.alive or process.frozen:
+            return
+        self.say(f"freeze {process.ref.incarnation} in {process.mode} for {seconds:.1f} s")
+        process.frozen = True
+        connection = process.connection
+
+        def lease_is_over() -> None:
+            if process.frozen and process.alive and connection is not None and not connection.broken:
+                self._break_at_coordinator(connection, 0.0, "silent")
+                self._break_at_worker(connection, 0.0)
+
+        def wake() -> None:
+            if process.alive and process.frozen:
+                self.say(f"thaw {process.ref.incarnation}")
+                process.thaw()
+
+        self.after(LEASE_SECONDS, lease_is_over)
+        self.after(seconds, wake)
+
+    # Data planes
+
+    def averaging(self, process: Process, roster: coordinator_pb2.Roster) -> None:
+        """A member enters the collective; complete once all have."""
+        era_epoch = (self.oracle.era, roster.epoch)
+        entered = self.groups.setdefault(era_epoch, set())
+        entered.add(process.ref.incarnation)
+        incarnations = [member.worker.incarnation for member in roster.members]
+        if not entered.issuperset(incarnations):
+            return
+        digest = mix(b"average", str(era_epoch).encode(), *(name.encode() for name in incarnations))
+        for member in roster.members:
+            found = self.processes.get(member.worker.worker_id)
+            if found is not None and found.ref.incarnation == member.worker.incarnation:
+                self._complete_later(found, roster, digest, found.task)
+
+    def _complete_later(self, process: Process, roster: coordinator_pb2.Roster, digest: bytes, task: int) -> None:
+        def due() -> None:
+            if not process.alive or process.task != task or process.mode != AVERAGING:
+                return
+            if process.frozen:
+                self.after(0.5, due)
+                return
+            broken = any(self._is_gone(member.worker.worker_id, member.worker.incarnation) for member in roster.members)
+            if broken and self.random.random() < 0.5:
+                return  # it was waiting for the dead one's last bytes
+            if process.name in self.corrupt_next:
+                self.corrupt_next.discard(process.name)
+                self.say(f"corrupt average of {process.name}")
+                process.averaged(mix(digest, b"corrupt"))
+            else:
+                process.averaged(digest)
+
+        self.after(self.random.uniform(0.01, 0.2), due)
+
+    def _is_gone(self, name: str, incarnation: str) -> bool:
+        process = self.processes.get(name)
+        return process is None or not process.alive or process.frozen or process.ref.incarnation != incarnation
+
+    def _others_notice(self, dead: Process) -> None:
+        for process in self.processes.values():
+            if process is None or process.mode != AVERAGING or process.roster is None or not process.alive:
+                continue
+            if any(member.worker.incarnation == dead.ref.incarnation for member in process.roster.members):
+                process.later(process.task, self.random.uniform(0.02, 0.5), "_fail_averaging")
+
+    def suspect(self, process: Process) -> str:
+        """Return whom a member blames for a collective that does not end."""
+        if process.roster is None:
+            return ""
+        entered = self.groups.get((self.oracle.era, process.roster.epoch), set())
+        for member in process.roster.members:
+            if member.worker.worker_id != process.name and (
+                member.worker.incarnation not in entered
+                or self._is_gone(member.worker.worker_id, member.worker.incarnation)
+            ):
+                return member.worker.worker_id
+        return ""
+
+    def transfer(self, joiner: Process, ticket: coordinator_pb2.Ticket, task: int) -> None:
+        """Move a state, as its donor lends it now; a donor that dies meanwhile fails it."""
+        version = from_proto(ticket.version)
+        sources: list[tuple[Process, bytes]] = []
+        for donor in ticket.donors:
+            process = self.processes.get(donor.worker.worker_id)
+            if process is not None and process.ref.incarnation == donor.worker.incarnation and process.alive:
+                value = process.lent.get(version)
+                if value is not None and process.mode != RESTORING:
+                    sources.append((process, value))
+
+        def due() -> None:
+            if not joiner.alive or joiner.task != task:
+                return
+            if joiner.frozen:
+                self.after(0.5, due)
+                return
+            good = [(process, value) for process, value in sources if process.alive and not process.frozen]
+            names = [donor.worker.worker_id for donor in ticket.donors]
+            right = [process.name for process, value in good if value == ticket.fingerprint]
+            joiner.restored(ticket, ticket.fingerprint if right else b"", [name for name in names if name not in right])
+
+        self.after(self.random.uniform(0.05, 1.5), due)
+
+    # Disks
+
+    def save(self, process: Process, *, shared: bool) -> None:
+        if shared or self.random.random() < 0.5:
+            where = "" if shared else process.name
+            self.disks.setdefault(where, []).append((process.held, process.value, self.oracle.era))
+
+    def checkpoints_of(self, name: str) -> list[tuple[Version, bytes]]:
+        found = self.disks[""] + self.disks.get(name, [])
+        return [(version, value) for version, value, era in found if era == self.oracle.era]
+
+    # The operator
+
+    def operate(self, request: object) -> None:
+        self._feed(Operated(f"r{next(self._requests)}", request))  # type: ignore[arg-type]
+
+    def mend(self) -> None:
+        """Do what the run's status asks a person to do."""
+        if self.machine is None:
+            return
+        status = self.machine.status(self.now)
+        holders = [w.worker.worker_id for w in status.workers if w.alive and w.HasField("version") and not w.poisoned]
+        if status.paused and holders:
+            self.oracle.num_ties += 1
+            self.say(f"operator: rollback to {holders[0]} because {status.paused}")
+            self.operate(operations_pb2.RollbackRequest(worker_id=holders[0]))
+        foreign = [w.worker.worker_id for w in status.workers if w.alive and "recovery adopt" in w.waiting_for]
+        strangers = [
+            member.worker_id for member in self.machine._run.live_in(Standing.FOREIGN)  # the operator sees it in status
+        ]
+        if foreign and strangers:
+            self.say(f"operator: adopt {strangers[0]}")
+            self.operate(operations_pb2.AdoptRequest(worker_id=strangers[0]))
