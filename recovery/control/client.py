@@ -282,7 +282,8 @@ class CoordinatorClient:
                 self._outbox, self._cancel = outbox, call.cancel
             outbox.on_silence = call.cancel
             if self._closing.is_set():
-                outbox.end()
+                # close() came before there was a call that it could cancel.
+                call.cancel()
             try:
                 why = "the coordinator ended the stream"
                 for message in call:
