@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import duration, from_proto, to_proto
-from recovery.errors import NoDonorLeft, RecoveryError, SourcesExhausted, Stop
+from recovery.errors import DonorLost, NoDonorLeft, RecoveryError, SourcesExhausted, Stop
 from recovery.types import NO_VERSION, Fingerprint, Version
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.context import Context
@@ -135,8 +135,10 @@ class Chain:
             logger.warning(
                 "%s: attempt %d of transfer %s failed: %s", context.worker, ticket.attempt, ticket.transfer_id, error
             )
-            report.failure.CopyFrom(to_proto(error))
-            context.client.send(pb.WorkerMessage(recovery_report=report))
+            # Whether no donor is left at all is for the coordinator to say: it knows of others, and of those to come.
+            told = DonorLost(str(error)) if isinstance(error, NoDonorLeft) else error
+            report.failure.CopyFrom(to_proto(told))
+            self._send_report(report)
             return None
         self._peers.forget()
         report.version.CopyFrom(to_proto(version))
@@ -144,7 +146,7 @@ class Chain:
         report.payload_bytes = restored.payload_bytes
         report.reused_bytes = restored.reused_bytes
         report.took.CopyFrom(duration(context.clock.monotonic() - began))
-        context.client.send(pb.WorkerMessage(recovery_report=report))
+        self._send_report(report)
         return Recovered(
             version=version,
             source=restored.source,
@@ -152,6 +154,13 @@ class Chain:
             num_tensors=restored.num_tensors,
             num_bytes=restored.num_bytes,
         )
+
+    def _send_report(self, report: pb.RecoveryReport) -> None:
+        for worker_id, failure in self._peers.donor_failures.items():
+            report.donor_failures.add(worker_id=worker_id, failure=to_proto(failure))
+        for worker_id, (rate, round_trip) in self._peers.donor_rates.items():
+            report.donor_rates.add(worker_id=worker_id, bytes_per_second=rate, round_trip=duration(round_trip))
+        self._context.client.send(pb.WorkerMessage(recovery_report=report))
 
     def _without_donor(self, directive: pb.NoDonor) -> Recovered | None:
         context = self._context

@@ -15,7 +15,7 @@ from pathlib import Path
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.peer_service import Conversation, dial, probe_any
 from recovery.control.wire import from_proto
-from recovery.errors import DonorBusy, MisuseError
+from recovery.errors import DonorBusy, MisuseError, RecoveryError
 from recovery.protocol.session import (
     OUTER,
     Attempt,
@@ -47,6 +47,10 @@ class PeerSource:
         self._lock = threading.Lock()
         self._session: JoinerSession | None = None
         self._transfer_id = ""
+        self.donor_failures: dict[str, RecoveryError] = {}
+        """Donors that the last attempt dropped, by worker id."""
+        self.donor_rates: dict[str, tuple[float, float]] = {}
+        """Bytes per second and round trip in seconds of the last attempt's donors, where measured."""
 
     def restore(self, ticket: pb.Ticket) -> Restored:
         """Make the state in memory what the ticket's donors hold, verified leaf by leaf.
@@ -84,6 +88,8 @@ class PeerSource:
         finally:
             with self._lock:
                 self._session, self._transfer_id = None, ""
+            self.donor_failures = dict(session.machine.failures)
+            self.donor_rates = session.machine.rates(context.clock.monotonic())
             if spool is not None:
                 spool.close()
         return self._commit(attempt.version, result)
@@ -181,12 +187,21 @@ class PeerSource:
         return spool
 
     def _dial(self, peer: DonorPeer) -> Conversation:
-        return dial([Address.parse(address) for address in peer.addresses], self._context.config.security)
+        return dial(
+            [Address.parse(address) for address in peer.addresses],
+            self._context.config.security,
+            run_id=self._context.config.run_id,
+            sender=self._context.worker,
+            expected=peer.worker,
+        )
 
     def _round_trip(self, peer: DonorPeer) -> float:
-        addresses = [Address.parse(address) for address in peer.addresses]
         return probe_any(
-            addresses, self._context.config.security, run_id=self._context.config.run_id, sender=self._context.worker
+            [Address.parse(address) for address in peer.addresses],
+            self._context.config.security,
+            run_id=self._context.config.run_id,
+            sender=self._context.worker,
+            expected=peer.worker,
         ).round_trip_seconds
 
     def _open_link(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
