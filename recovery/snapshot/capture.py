@@ -13,88 +13,27 @@ A loop that says ``boundary()`` after each inner step has its scalars read there
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import torch
 
 from recovery.errors import DonorBusy, RecoveryError
+from recovery.snapshot.capture_records import Capture, Captured, Preparation, Request
 from recovery.snapshot.copy_jobs import CopyJob, CopyJobs
 from recovery.snapshot.frozen import copy_range, freeze
-from recovery.snapshot.lease import Lease
+from recovery.snapshot.outline import Outline, held, num_bytes, take_apart
+from recovery.snapshot.rhythm import Rhythm, rhythm
 from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.stall import StallAccount, StallCause
-from recovery.snapshot.vault import Arena, Vault
+from recovery.snapshot.vault import Vault
 from recovery.state.chunks import chunk_ranges
 from recovery.state.leaf import memory_key
 from recovery.state.live_part import LivePart
-from recovery.state.optimizer_part import OptimizerPart
-from recovery.state.parts import LOCAL_PARAMS, WorkerState
+from recovery.state.parts import WorkerState
 from recovery.types import Cut, PartName, Version
 
 _ALIGNMENT_BYTES = 64
-
-
-class Rhythm(enum.Enum):
-    """When a private-copied part may be read."""
-
-    CHANGES_IN_FORWARD = "changes in forward"
-    """Buffers and the like: right after the step, on the training thread."""
-    CHANGES_IN_STEP = "changes in optimizer steps only"
-    """Optimizer state and unsynchronised parameters: at leisure until the next step. Scalars: at the end."""
-    CHANGES_BETWEEN = "changes between steps"
-    """Schedulers, scalers, averages, progress: once the training loop has done all that belongs to the step."""
-
-
-def rhythm(state: WorkerState, name: PartName) -> Rhythm:
-    """Return when part ``name`` may be read."""
-    if state.changes_in_forward(name):
-        return Rhythm.CHANGES_IN_FORWARD
-    if name == LOCAL_PARAMS or isinstance(state.part(name), OptimizerPart):
-        return Rhythm.CHANGES_IN_STEP
-    return Rhythm.CHANGES_BETWEEN
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Somebody wants the private parts, not before a version."""
-
-    holder: str
-    not_before: Version
-    future: Future[Lease]
-
-
-@dataclass(slots=True)
-class Capture:
-    """One capture while it runs. Filled by the training thread, but for the copies that ``jobs`` lists."""
-
-    version: Version
-    inner_step: int
-    arena: Arena
-    layout_digest: bytes
-    regions: dict[PartName, torch.Tensor]
-    parts: dict[PartName, LivePart] = field(default_factory=dict)
-    jobs: CopyJobs = field(default_factory=lambda: CopyJobs(()))
-    cut: Cut | None = None
-    corrections: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(where, bytes): tensors that changed after they were handed to ``jobs``; written when ``jobs`` is through."""
-    copied_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A finished capture: frozen parts in the order of registration, and what it cost the training thread."""
-
-    cut: Cut
-    layout_digest: bytes
-    parts: tuple[LivePart, ...]
-    data: tuple[torch.Tensor, ...]
-    copied_on_training_thread_bytes: int
-    training_thread_seconds: float
 
 
 class _BeginAgain(Exception):
@@ -141,10 +80,7 @@ class PrivateCapture:
         self._on_waited = on_waited
         self._lock = threading.Lock()
         self._requests: list[Request] = []
-        self._arena: Arena | None = None
-        self._sizes: dict[PartName, int] = {}
-        self._touched = False
-        self._layout_digest = b""
+        self._preparation: Preparation | None = None
         self._capture: Capture | None = None
 
     def request(self, request: Request) -> None:
@@ -161,7 +97,7 @@ class PrivateCapture:
         """All who wait get ``error``."""
         with self._lock:
             requests, self._requests = self._requests, []
-            self._drop_arena()
+            self._preparation = None
         for request in requests:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_exception(error)
@@ -171,14 +107,13 @@ class PrivateCapture:
         with self._lock:
             self._requests = [request for request in self._requests if not request.future.cancelled()]
             if not self._requests and self._capture is None:
-                self._drop_arena()
+                self._preparation = None
 
     # Training thread
 
     def size(self) -> int:
-        """Return the bytes that a capture takes now."""
-        self._sizes = {name: self._state.read_part(name).bytes.num_bytes for name in self._state.private_copied_names}
-        return sum(_aligned(size) for size in self._sizes.values())
+        """Return about how many bytes a capture takes now."""
+        return sum(_aligned(num_bytes(value)) for value in self._values().values())
 
     def step_ended(self, version: Version) -> None:
         """All inner optimizers have stepped; the loop still has to do what else belongs to the step."""
@@ -230,57 +165,66 @@ class PrivateCapture:
             return [request for request in self._requests if request.not_before <= version]
 
     def _prepared(self, version: Version, *, now: bool) -> bool:
-        """Return whether memory is ready for a capture that somebody wants; if not, see to it."""
+        """Return whether all is ready for a capture that somebody wants; if not, see to it."""
         if not self._requests or not self._eligible(version):
             return False
-        if self._arena is None and not self._guarded(self._measure):
+        if self._preparation is None and not self._guarded(lambda: self._prepare(now=now)):
             return False
-        if self._arena is None:
+        preparation = self._preparation
+        return preparation is not None and preparation.ready
+
+    def _prepare(self, *, now: bool) -> None:
+        with self._stall.measure(StallCause.CAPTURE_MEASURE):
+            values = {name: held(value) for name, value in self._values().items()}
+            preparation = Preparation(values, self._state.layout_digest())
+            self._preparation = preparation
+            if now or sum(map(num_bytes, values.values())) <= self._measure_in_step_bytes:
+                self._reserve(preparation)
+                return
+        self._copier.submit(lambda: self._guarded(lambda: self._reserve(preparation)))
+
+    def _reserve(self, preparation: Preparation) -> None:
+        """Memory for every part is ready to be written. On the copier's thread, unless there is little of it."""
+        outlines = {name: Outline(self._state.part(name), value) for name, value in preparation.values.items()}
+        total = sum(_aligned(outline.part.bytes.num_bytes) for outline in outlines.values())
+        arena = self._vault.reserve(total)
+        if arena is None:
             self.fail(
                 DonorBusy(
-                    f"{sum(self._sizes.values())} bytes of private state do not fit beside {self._vault.used_bytes} in "
-                    f"use into the snapshot budget of {self._vault.budget_bytes} bytes"
+                    f"{total} bytes of private state do not fit beside {self._vault.used_bytes} in use into the "
+                    f"snapshot budget of {self._vault.budget_bytes} bytes"
                 )
             )
-            return False
-        return self._touched or now
-
-    def _measure(self) -> None:
-        with self._stall.measure(StallCause.CAPTURE_MEASURE):
-            total = self.size()
-            self._layout_digest = self._state.layout_digest()
-            arena = self._vault.reserve(total)
-            self._arena = arena
-            self._touched = total <= self._measure_in_step_bytes
-        if arena is not None and not self._touched:
-
-            def touch() -> None:
-                arena.touch()
-                with self._lock:
-                    self._touched = self._touched or self._arena is arena
-
-            self._copier.submit(touch)
+            return
+        arena.touch()
+        start = 0
+        for name, outline in outlines.items():
+            size = outline.part.bytes.num_bytes
+            preparation.regions[name] = arena.data[start : start + size]
+            start += _aligned(size)
+        preparation.outlines = outlines
+        preparation.ready = True
 
     def _begin(self, version: Version) -> None:
+        preparation = self._preparation
+        assert preparation is not None
         with self._stall.measure(StallCause.CAPTURE_COPY) as span:
-            assert self._arena is not None
-            regions, start = {}, 0
-            for name, size in self._sizes.items():
-                regions[name] = self._arena.data[start : start + size]
-                start += _aligned(size)
             inner_step = self._state.local_progress.inner_step
-            capture = Capture(version, inner_step, self._arena, self._layout_digest, regions)
+            capture = Capture(version, inner_step, preparation)
             jobs: list[CopyJob] = []
-            for name in self._state.private_copied_names:
+            for name, outline in preparation.outlines.items():
                 when = rhythm(self._state, name)
-                if when is Rhythm.CHANGES_BETWEEN:
-                    continue
-                part = self._read(capture, name)
                 if when is Rhythm.CHANGES_IN_FORWARD:
-                    span.num_bytes += self._copy_whole(capture, part)
-                else:
-                    capture.parts[name] = part
-                    jobs += _jobs_of(part, regions[name])
+                    span.num_bytes += self._copy_whole(capture, outline, name)
+                elif when is Rhythm.CHANGES_IN_STEP:
+                    part = self._state.part(name)
+                    value = part.read()
+                    if not outline.fits(value):
+                        outline = Outline(part, held(value))
+                    if outline.part.bytes.num_bytes != capture.preparation.regions[name].numel():
+                        raise _BeginAgain(measure=True)  # state was created or dropped since it was measured
+                    capture.handed[name] = outline
+                    jobs += _jobs_of(outline.part, capture.preparation.regions[name])
             capture.jobs = CopyJobs(jobs)
             capture.copied_bytes = span.num_bytes
             self._capture = capture
@@ -302,51 +246,54 @@ class PrivateCapture:
             # what was copied then.
             raise _BeginAgain(measure=False)
         with self._stall.measure(StallCause.CAPTURE_COPY) as span:
-            for name in self._state.private_copied_names:
+            for name, outline in capture.preparation.outlines.items():
                 when = rhythm(self._state, name)
-                if when is Rhythm.CHANGES_IN_FORWARD:
-                    continue
-                part = self._read(capture, name)
                 if when is Rhythm.CHANGES_BETWEEN:
-                    span.num_bytes += self._copy_whole(capture, part)
-                else:
-                    span.num_bytes += self._correct(capture, part)
+                    span.num_bytes += self._copy_whole(capture, outline, name)
+                elif when is Rhythm.CHANGES_IN_STEP:
+                    span.num_bytes += self._correct(capture, name)
         with self._lock:
             capture.copied_bytes += span.num_bytes
             capture.seconds += span.seconds
             capture.cut = Cut(version, inner_step)
         self._complete(capture)
 
-    def _read(self, capture: Capture, name: PartName) -> LivePart:
-        part = self._state.read_part(name)
-        region = capture.regions.get(name)
-        if region is None or part.bytes.num_bytes != region.numel():
-            raise _BeginAgain(measure=True)  # state was created or dropped since it was measured
-        return part
+    def _values(self) -> dict[PartName, object]:
+        return {name: self._state.part(name).read() for name in self._state.private_copied_names}
 
-    def _copy_whole(self, capture: Capture, part: LivePart) -> int:
-        region = capture.regions[part.name]
+    def _copy_whole(self, capture: Capture, outline: Outline, name: PartName) -> int:
+        part = self._state.part(name)
+        value = part.read()
+        if not outline.fits(value):
+            outline = Outline(part, value)
+        region = capture.preparation.regions[name]
+        if outline.part.bytes.num_bytes != region.numel():
+            raise _BeginAgain(measure=True)
         if region.numel():
-            part.bytes.read(0, region.numel(), region)
-        capture.parts[part.name] = part
+            outline.part.bytes.read(0, region.numel(), region)
+        capture.values[name] = held(value)
         return region.numel()
 
-    def _correct(self, capture: Capture, part: LivePart) -> int:
-        """Take over the scalars of ``part``, and those of its tensors that are not what was handed out for copying."""
-        before = capture.parts.get(part.name)
-        if before is None or [spec.path for spec in before.specs] != [spec.path for spec in part.specs]:
-            raise _BeginAgain(measure=True)
+    def _correct(self, capture: Capture, name: PartName) -> int:
+        """Take over the scalars of a part, and those of its tensors that are not what was handed out for copying."""
+        part = self._state.part(name)
+        value = part.read()
+        before = capture.handed[name]
+        live, changed = before.part, before.late
+        if not before.holds_same_tensors(value):
+            live = take_apart(part, value)
+            if [spec.path for spec in before.part.specs] != [spec.path for spec in live.specs]:
+                raise _BeginAgain(measure=True)
+            leaves = enumerate(zip(before.part.leaves, live.leaves, strict=True))
+            changed = sorted({*before.late, *(i for i, (old, new) in leaves if memory_key(old) != memory_key(new))})
         copied = 0
-        for old, new, spec in zip(before.leaves, part.leaves, part.specs, strict=True):
-            # A learning rate may be a tensor, which the scheduler changes in place.
-            if not spec.num_bytes or (memory_key(old) == memory_key(new) and not spec.path.startswith("param_groups")):
-                continue
-            where = capture.regions[part.name][spec.offset : spec.offset + spec.num_bytes]
+        for spec in (live.specs[i] for i in changed):
+            where = capture.preparation.regions[name][spec.offset : spec.offset + spec.num_bytes]
             now = torch.empty(spec.num_bytes, dtype=torch.uint8)
-            part.bytes.read(spec.offset, spec.num_bytes, now)
+            live.bytes.read(spec.offset, spec.num_bytes, now)
             capture.corrections.append((where, now))
             copied += spec.num_bytes
-        capture.parts[part.name] = part
+        capture.values[name] = held(value)
         return copied
 
     def _complete(self, capture: Capture) -> None:
@@ -355,7 +302,7 @@ class PrivateCapture:
             if self._capture is not capture or capture.cut is None or not capture.jobs.done:
                 return
             self._capture = None
-            self._drop_arena()
+            self._preparation = None
             takers = [request for request in self._requests if request.not_before <= capture.version]
             self._requests = [request for request in self._requests if request.not_before > capture.version]
         cut = capture.cut
@@ -364,18 +311,31 @@ class PrivateCapture:
 
     def _hand_over(self, capture: Capture, cut: Cut, requests: list[Request]) -> None:
         requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
-        if capture.jobs.error is not None:
+        try:
+            if capture.jobs.error is not None:
+                raise capture.jobs.error
+            for where, now in capture.corrections:
+                where.copy_(now)
+            regions = capture.preparation.regions
+            parts = tuple(
+                freeze(take_apart(self._state.part(name), capture.values[name]), region)
+                for name, region in regions.items()
+            )
+        except Exception as error:  # whatever it is, nobody may wait for ever
             for request in requests:
-                request.future.set_exception(capture.jobs.error)
+                request.future.set_exception(error)
+            if not isinstance(error, RecoveryError):
+                raise
             return
-        for where, now in capture.corrections:
-            where.copy_(now)
-        order = [name for name in self._state.private_copied_names if name in capture.parts]
-        data = tuple(capture.regions[name] for name in order)
-        parts = tuple(freeze(capture.parts[name], capture.regions[name]) for name in order)
-        self._on_captured(
-            Captured(cut, capture.layout_digest, parts, data, capture.copied_bytes, capture.seconds), requests
+        captured = Captured(
+            cut,
+            capture.preparation.layout_digest,
+            parts,
+            tuple(regions.values()),
+            capture.copied_bytes,
+            capture.seconds,
         )
+        self._on_captured(captured, requests)
 
     def _abandon(self) -> None:
         capture = self._capture
@@ -386,7 +346,7 @@ class PrivateCapture:
         with self._lock:
             self._capture = None
 
-    def _guarded(self, stage: Callable[[], None]) -> bool:
+    def _guarded(self, stage: Callable[[], object]) -> bool:
         """Run ``stage``; what it raises goes to those who asked, never into the user's training step."""
         try:
             stage()
@@ -395,7 +355,7 @@ class PrivateCapture:
             self._abandon()
             if reason.measure:
                 with self._lock:
-                    self._drop_arena()
+                    self._preparation = None
         except Exception as error:  # noqa: BLE001 - the user's getter failed: who asked is told, training goes on
             self._abandon()
             failure = (
@@ -404,10 +364,6 @@ class PrivateCapture:
             failure.__cause__ = None if failure is error else error
             self.fail(failure)
         return False
-
-    def _drop_arena(self) -> None:
-        self._arena = None
-        self._touched = False
 
 
 def _jobs_of(part: LivePart, region: torch.Tensor) -> list[CopyJob]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from recovery.errors import MisuseError
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class ServiceThread:

@@ -21,7 +21,8 @@ from recovery.events import (
     SnapshotCaptured,
     TrainingThreadWaited,
 )
-from recovery.snapshot.capture import Captured, PrivateCapture, Request
+from recovery.snapshot.capture import PrivateCapture
+from recovery.snapshot.capture_records import Captured, Request
 from recovery.snapshot.config import SnapshotConfig
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.guard import OuterSnapshot

@@ -22,8 +22,9 @@ import torch
 from recovery.errors import DonorBusy, DonorRefused, RecoveryError
 from recovery.events import GuardCopied, Recorder, SnapshotCaptured
 from recovery.snapshot import SnapshotConfig, Snapshots, capture, frozen
-from recovery.snapshot.capture import PrivateCapture, Rhythm
+from recovery.snapshot.capture import PrivateCapture
 from recovery.snapshot.guard import OuterSnapshot
+from recovery.snapshot.rhythm import Rhythm, rhythm
 from recovery.state.live_part import LivePart
 from recovery.types import MIB, Cut, PartClass, PartName, Version
 from tests.unit.snapshot.reader import Reader, Temper, until
@@ -200,8 +201,6 @@ def _no_wait_for_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forward_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    rhythm = capture.rhythm
-
     def careless(state: object, name: PartName) -> Rhythm:
         found = rhythm(state, name)  # type: ignore[arg-type]
         return Rhythm.CHANGES_BETWEEN if found is Rhythm.CHANGES_IN_FORWARD else found
