@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recovery.demo.proofs import Proof
-from recovery.demo.reports import DEMO, Entry
+from recovery.demo.reports import COORDINATOR, DEMO, Entry
 
 MEGABYTE = 1e6
 GIGABYTE = 1e9
@@ -25,6 +25,10 @@ NOTEWORTHY_WAIT_SECONDS = 0.1
 def narrate(entry: Entry) -> str | None:
     """Return the line that tells ``entry`` to a person; None if it is not worth one."""
     teller = _TELLERS.get(entry.kind)
+    if entry.kind in _TOLD_BY_COORDINATOR and entry.source != COORDINATOR:
+        return None
+    if entry.kind in _TOLD_BY_WORKERS and entry.source == COORDINATOR:
+        return None
     told = None if teller is None else teller(entry)
     return None if told is None else f"[{entry.seconds:6.1f}s] {told}"
 
@@ -150,6 +154,10 @@ _TELLERS: dict[str, Callable[[Entry], str | None]] = {
 }
 
 
+# Both ends tell of a transfer: its beginning is told once, by who ordered it, its end by who measured it.
+_TOLD_BY_COORDINATOR = frozenset({"TransferStarted"})
+_TOLD_BY_WORKERS = frozenset({"TransferEnded", "DonorFailed"})
+
 _STYLES = {"act": "bold cyan", "killed": "red", "flipped": "red", "error": "red"}
 
 
@@ -241,7 +249,7 @@ class LiveDisplay:
         with self._lock:
             if entry.kind == "VersionSealed":
                 self._newest, self._lineage = entry.version.outer_step, entry.version.lineage
-            if entry.launch == 0 or entry.source in (DEMO, "coordinator"):
+            if entry.launch == 0 or entry.source in (DEMO, COORDINATOR):
                 return
             row = self._workers.setdefault(entry.source, {"state": "", "version": "", "loss": ""})
             match entry.kind:

@@ -39,6 +39,11 @@ class Expectation:
     outer_steps: int
     num_learning_rates: int = 20
 
+    @property
+    def live_recoveries(self) -> int:
+        """States from peers: all first workers but the origin, the newcomer, the one that returned, the resync."""
+        return self.workers + 1
+
 
 class History:
     """The record, sorted for the proofs."""
@@ -73,15 +78,15 @@ class History:
         """Return the states that came from peers while the run went on."""
         return [entry for entry in self.of("state") if entry.text("source") == PEERS]
 
-    def inner_steps_from(self, state: Entry) -> list[Entry]:
-        """Return the inner steps that a process took from ``state`` until its state was replaced again."""
-        steps = []
+    def until_replaced(self, state: Entry, kind: str) -> list[Entry]:
+        """Return a process's entries of ``kind`` from ``state`` until its state was replaced again."""
+        found = []
         for entry in self.entries[self.entries.index(state) + 1 :]:
             if entry.process == state.process and entry.kind == "state":
                 break
-            if entry.process == state.process and entry.kind == "inner":
-                steps.append(entry)
-        return steps
+            if entry.process == state.process and entry.kind == kind:
+                found.append(entry)
+        return found
 
     def at_epoch(self, processes: Sequence[Process], epoch: float) -> list[Entry]:
         """Return what the processes reported of their inner state after ``epoch`` inner steps of the schedule."""
@@ -165,7 +170,11 @@ def _survivors(history: History, expectation: Expectation) -> str:
     committed = [e for e in history.of("EpochEnded") if COMMITTED in e.text("verdict").lower()]
     if len(committed) < expectation.outer_steps:
         raise NotProved(f"{len(committed)} boundaries were committed, fewer than {expectation.outer_steps}")
-    applied = {e.version for e in history.of("applied")}
+    applied: dict[Version, set[str]] = {}
+    for entry in history.of("applied"):
+        applied.setdefault(entry.version, set()).add(entry.source)
+    if not any(len(sources) == expectation.workers for sources in applied.values()):
+        raise NotProved(f"no boundary was committed by all {expectation.workers} workers")
     missing = [v for v in (Version(1, k) for k in range(1, expectation.outer_steps + 1)) if v not in applied]
     if missing:
         raise NotProved(f"nobody applied {missing[0]}")
@@ -215,7 +224,7 @@ def _aborted(history: History, expectation: Expectation) -> str:
 
 def _state_equal(history: History, expectation: Expectation) -> str:
     states = history.live_restorations()
-    needed = expectation.workers + 1  # the initial ones but the origin, the newcomer, the one that returned, the resync
+    needed = expectation.live_recoveries
     if len(states) < needed:
         raise NotProved(f"{len(states)} live recoveries were seen, fewer than {needed}")
     for state in states:
@@ -232,10 +241,10 @@ def _state_equal(history: History, expectation: Expectation) -> str:
 def _next_step(history: History, expectation: Expectation) -> str:
     compared = 0
     for state in history.live_restorations():
-        later = [e for e in history.of("applied", state.process) if e.seconds >= state.seconds]
-        if not later:
-            continue
-        step = later[0]
+        steps = history.until_replaced(state, "applied")
+        if not steps:
+            continue  # replaced by a newer state before its first boundary: that one is compared
+        step = steps[0]
         if not (step.number("momentum_norm") > 0 and step.number("outer_learning_rate") > 0):
             raise NotProved(f"{step.source} took its step to {step.version} without momentum or learning rate")
         peers = [e for e in history.of("applied") if e.version == step.version and e.process != step.process]
@@ -246,32 +255,32 @@ def _next_step(history: History, expectation: Expectation) -> str:
                 if peer.text(digest) != step.text(digest) or not step.text(digest):
                     raise NotProved(f"{digest} of {step.source} at {step.version} differs from {peer.source}'s")
         compared += 1
-    if compared < expectation.workers + 1:
-        raise NotProved(
-            f"{compared} recovered workers took a further step with others, fewer than {expectation.workers + 1}"
-        )
+    if compared < expectation.live_recoveries:
+        raise NotProved(f"only {compared} recovered workers took a further step with others")
     return f"{compared} recovered workers: the next step and one more, with the boundary's own pseudo-gradient, equal"
 
 
 def _learning_rates(history: History, expectation: Expectation) -> str:
-    states = history.live_restorations()
-    if not states:
-        raise NotProved("no live recovery was seen")
-    for state in states:
+    places = set()
+    followed = 0
+    for state in history.live_restorations():
         rates = state.numbers("learning_rates")
         if len(rates) != expectation.num_learning_rates:
-            raise NotProved(
-                f"{state.source} reported {len(rates)} learning rates, not {expectation.num_learning_rates}"
-            )
-        donor = _donor_entry(history, state, "learning_rates", f"next {len(rates)} learning rates")
-        used = [e.numbers("learning_rates")[0] for e in history.inner_steps_from(state)]
-        for index, rate in enumerate(used[: len(rates)]):
-            if rate != rates[index]:
-                raise NotProved(f"{state.source} used learning rate {rate} where its donor's is {rates[index]}")
-        if not used or donor.numbers("learning_rates")[0] <= 0:
-            raise NotProved(f"{state.source} took no inner step after it joined, or at a learning rate of zero")
-    distinct = len({state.numbers("learning_rates")[0] for state in states})
-    return f"{len(states)} recoveries, {distinct} different places of the schedule, next {len(rates)} rates equal"
+            raise NotProved(f"{state.source} reported {len(rates)} rates, not {expectation.num_learning_rates}")
+        if rates[0] <= 0:
+            raise NotProved(f"{state.source} joined at a learning rate of zero")
+        _donor_entry(history, state, "learning_rates", f"next {len(rates)} learning rates")
+        used = [e.numbers("learning_rates")[0] for e in history.until_replaced(state, "inner")]
+        for mine, donors in zip(used, rates, strict=False):
+            if mine != donors:
+                raise NotProved(f"{state.source} used learning rate {mine} where its donor's is {donors}")
+        followed += bool(used)
+        places.add(rates[0])
+    if followed < expectation.live_recoveries:
+        raise NotProved(
+            f"only {followed} recovered workers took an inner step, fewer than {expectation.live_recoveries}"
+        )
+    return f"{followed} recoveries at {len(places)} places of the schedule: the donor's next rates, and then used"
 
 
 def _donor_entry(history: History, state: Entry, name: str, what: str) -> Entry:

@@ -23,9 +23,9 @@ from recovery.demo.reports import COORDINATOR, DEMO, Entry, Record, ScenarioFail
 from recovery.errors import BadConfiguration, DonorBusy
 from recovery.types import Version
 
-START_SECONDS = 60.0
+START_SECONDS = 90.0
 """For a process to start, import its libraries and get its state."""
-STEP_SECONDS = 40.0
+STEP_SECONDS = 60.0
 """For the next few outer steps."""
 ORDER_SECONDS = 30.0
 """For an operator's order."""

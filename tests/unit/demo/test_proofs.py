@@ -116,6 +116,7 @@ SPOILT: list[tuple[str, str, Spoil]] = [
         "a survivor stood still",
         without("applied", lambda e: e.source == "worker-2" and e.version.outer_step > 4),
     ),
+    (SURVIVORS, "never all together", without("applied", at("worker-3"))),
     (SURVIVORS, "too few", without("EpochEnded", lambda e: e.text("version") in ("L1.k1", "L2.k8"))),
     (ABORTED, "another count", changed("status", when("lineage 2"), aborted_epochs=3)),
     (ABORTED, "never asked", without("status")),
