@@ -81,6 +81,8 @@ class Member:
     suspected_at: float | None = None
     """Blamed for a failed epoch, and silent since."""
     transfer: Transfer | None = None
+    postponed: coordinator_pb2.RecoveryRequest | None = None
+    """Asked while a step that only it may hold was not sealed yet."""
     asked_for_checkpoint_at: float | None = None
     has_no_checkpoint: bool = False
     last_no_donor: coordinator_pb2.NoDonor | None = None
@@ -181,10 +183,12 @@ def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, un
     """
     held = member.held
     behind = "fresh" if held == NO_VERSION else "behind"
+    if member.voter == beginning:
+        return Standing.ORIGIN, ""
     if is_foreign(record, held):
         return Standing.FOREIGN, ""
     if beginning is not None:
-        return (Standing.ORIGIN, "") if member.voter == beginning else (Standing.QUEUED, behind)
+        return Standing.QUEUED, behind
     if record.sealed == NO_VERSION:
         return Standing.AWAITING, ""
     if member.poisoned:

@@ -227,7 +227,8 @@ class HistoryRecord:
                 return version.outer_step <= tip.outer_step and (
                     begun is None or version.outer_step >= begun.version.outer_step
                 )
-            tip = begun.parent if begun is not None else NO_VERSION
+            # What an adopted history's earlier steps were, this coordinator cannot know.
+            tip = begun.parent if begun is not None and begun.cause != ADOPT else NO_VERSION
         return False
 
 

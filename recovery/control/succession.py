@@ -33,6 +33,10 @@ from recovery.events import VersionSealed as VersionSealedEvent
 from recovery.types import NO_VERSION, Version
 
 
+MAX_NUMBER = 2**48
+"""No lineage and no step ever comes near it; what an adopted worker claims must not exhaust the numbers."""
+
+
 @dataclass(slots=True)
 class Wish:
     """An operator wants the run rolled back to a version that is on somebody's disk."""
@@ -222,7 +226,10 @@ class SuccessionDesk:
         awaited = [name for name in lost if not run.members[name].said_goodbye] or sorted(run.returning)
         due = self._gone_since + policy.expected_return_seconds
         if record.paused:
-            run.outlook = record.paused
+            run.outlook = (
+                f"{record.paused} Nobody who held it is alive: `recovery rollback --version {record.sealed}` resumes from "
+                "a checkpoint"
+            )
         elif awaited and run.now < due:
             run.outlook = (
                 f"no live worker holds {record.committed}; {', '.join(awaited)} may come back within "
@@ -349,8 +356,8 @@ class SuccessionDesk:
         else:
             if not self._offers:
                 self._first_offer_at = run.now
+            # What it offers does not make it a holder of the history: only the new lineage's seal does.
             self._offers[member.voter] = message
-            member.held, member.fingerprint = version, message.fingerprint
         return True
 
     def _forget_offers(self) -> None:
@@ -381,6 +388,8 @@ class SuccessionDesk:
             error = BadConfiguration(
                 f"worker {worker_id} holds {member.held}, which is not in this history: use `recovery adopt`"
             )
+        elif member.standing is Standing.APPLYING:
+            error = RunRefused(f"worker {worker_id} is just applying {run.record.committed}: ask again when it has")
         elif version not in (NO_VERSION, member.held):
             error = BadConfiguration(f"worker {worker_id} holds {member.held}, not {version}")
         if error is not None or member is None:
@@ -445,12 +454,15 @@ class SuccessionDesk:
             chosen = next((m for m in foreign if (m.held, m.fingerprint) == state and 2 * most > len(holders)), None)
             states = ", ".join(f"{m.worker_id} {m.held}" for m in holders)
             error = BadConfiguration(f"no majority holds one unknown state ({states}): name one with --worker")
+        if chosen is not None and max(chosen.held.lineage, chosen.held.outer_step) >= MAX_NUMBER:
+            chosen, error = None, BadConfiguration(f"worker {chosen.worker_id} holds {chosen.held}: not a real version")
         if chosen is None:
             run.answer(request_id, error)
             return
         held, wall = chosen.held, run.now + run.wall_offset_seconds
-        # The lineage as it came is written down too: its holders are members of the past, not strangers.
-        run.persist(LineageBegun(Version(held.lineage, 0), ADOPTED, NO_VERSION, 0, *chosen.voter, wall))
+        if held.lineage > run.record.newest_lineage:
+            # The lineage as it came is written down too: its other holders are members of the past, not strangers.
+            run.persist(LineageBegun(Version(held.lineage, 0), ADOPTED, NO_VERSION, 0, *chosen.voter, wall))
         self.begin(
             chosen,
             held.outer_step,

@@ -32,6 +32,9 @@ class TicketDesk:
         if member.standing in (Standing.AWAITING, Standing.ORIGIN, Standing.FOREIGN):
             member.last_no_donor = None
             return
+        if member.standing in (Standing.APPLIED, Standing.APPLYING) and not member.poisoned:
+            member.postponed = message  # its report decides the seal: first that, then its wish
+            return
         transfer = member.transfer
         if transfer is not None and message.transfer_id not in ("", transfer.transfer_id):
             transfer = None
@@ -50,12 +53,12 @@ class TicketDesk:
         transfer.wanted_donor = message.from_worker_id
         member.transfer = transfer
         if member.standing in (Standing.READY, Standing.APPLIED, Standing.APPLYING):
+            if run.gather is not None:
+                run.gather.arrivals.pop(member.worker_id, None)
+                run.gather.deadlines.pop(member.worker_id, None)
             why = message.reason if message.reason in REASONS else "resync"
         else:
             why = member.why or ("fresh" if member.held == NO_VERSION else "behind")
-        if run.gather is not None:
-            run.gather.arrivals.pop(member.worker_id, None)
-            run.gather.deadlines.pop(member.worker_id, None)
         member.last_no_donor = None
         member.stand(Standing.QUEUED, run.now, why)
 
@@ -188,6 +191,10 @@ class TicketDesk:
         for lost in run.members.values():
             if not lost.alive and run.now - lost.lost_at >= run.policy.expected_return_seconds:
                 run.end_attempt(lost)
+        for member in run.live():
+            if member.postponed is not None and member.standing not in (Standing.APPLIED, Standing.APPLYING):
+                postponed, member.postponed = member.postponed, None
+                self.request(member, postponed)
         queue = sorted(run.live_in(Standing.QUEUED), key=lambda member: (member.since, member.worker_id))
         position = 0
         for member in queue:

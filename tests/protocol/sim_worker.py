@@ -200,7 +200,7 @@ class Process:
         else:
             version, value = max(wanted)
             self.held, self.value = version, value
-            self.lent = {}
+            self.lent = {version: value}
             self.turn_to(IDLE)
             report.version.CopyFrom(to_proto(version))
             report.fingerprint = value

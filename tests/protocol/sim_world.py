@@ -15,7 +15,7 @@ from recovery.control.policy import RunPolicy
 from recovery.control.record import ABORTED, COMMITTED, OPEN, EpochClosed, HistoryRecord, copy_of
 from recovery.control.run import RunMachine
 from recovery.control.wire import from_proto
-from recovery.types import Version, WorkerRef
+from recovery.types import NO_VERSION, Version, WorkerRef
 from tests.protocol.sim_oracle import Oracle, mix
 from tests.protocol.sim_worker import AVERAGING, RESTORING, Process
 
@@ -398,6 +398,17 @@ class World:
         found = self.disks[""] + self.disks.get(name, [])
         return [(version, value) for version, value, era in found if era == self.oracle.era]
 
+    def is_hopeless(self) -> bool:
+        """Return whether nobody alive and no disk holds any state of the history: then only a person can help."""
+        if self.oracle.holders and any(version != NO_VERSION for version, _ in self.oracle.holders.values()):
+            return False
+        return not any(
+            self.durable.on_path(version) and self.durable.seals.get(version) == value
+            for disk in self.disks.values()
+            for version, value, era in disk
+            if era == self.oracle.era
+        )
+
     # The operator
 
     def operate(self, request: object) -> None:
@@ -413,6 +424,9 @@ class World:
             self.oracle.num_ties += 1
             self.say(f"operator: rollback to {holders[0]} because {status.paused}")
             self.operate(operations_pb2.RollbackRequest(worker_id=holders[0]))
+        elif status.paused:
+            self.say(f"operator: rollback to {self.durable.sealed} from disk because {status.paused}")
+            self.operate(operations_pb2.RollbackRequest(version=status.sealed))
         foreign = [w.worker.worker_id for w in status.workers if w.alive and "recovery adopt" in w.waiting_for]
         strangers = [
             member.worker_id for member in self.machine._run.live_in(Standing.FOREIGN)  # the operator sees it in status

@@ -214,7 +214,7 @@ def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
     assert script.durable.lineages[-1].lost_steps == 1
     assert script.durable.lineages[-1].parent == Version(1, 2)
     script.applied("y", Version(2, 2))
-    assert script.ticket("x").reason == "behind"
+    assert script.ticket("x").reason == "fresh"
     # The old one thaws: however high its step, it is a joiner.
     script.attach("a", Version(1, 3), incarnation="i1")
     assert script.ticket("a").reason == "behind"
