@@ -224,8 +224,8 @@ def next_learning_rates(worker: Worker, count: int = 20) -> list[list[float]]:
             worker.scheduler.step(10.0 + number)
         elif worker.scheduler is not None:
             with warnings.catch_warnings():
-                # SequentialLR calls its children with an epoch, which torch itself deprecates.
-                warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
+                # Of the order of steps, and of the epoch that SequentialLR passes to its children.
+                warnings.simplefilter("ignore", UserWarning)
                 worker.scheduler.step()
         rates.append([float(group["lr"]) for one in worker.inner.values() for group in one.param_groups])
     return rates
