@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckpt.storage import Entry, Pin, Readable, Writable
 
-_TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]{16}-.+")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 
 class FileSystem:
@@ -93,8 +93,10 @@ class _LocalWritable:
     def __init__(self, files: FileSystem, path: Path) -> None:
         self._files = files
         self._path = str(path)
-        self._temporary = str(path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}-{path.name}")
+        self._temporary = str(path.parent / _temporary_name(path.name))
         self._descriptor = files.create(self._temporary)
+        # Held until the file has its name or is gone: a sweep takes only what no living process holds.
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self._open = True
 
     def write(self, data: memoryview) -> None:
@@ -106,9 +108,9 @@ class _LocalWritable:
         # The content must be on the disk before the name is: a rename that survives a power cut alone would name a
         # file of zeros.
         self._files.fsync(self._descriptor)
-        self._close()
         self._files.replace(self._temporary, self._path)
         self._open = False
+        self._close()
 
     def abort(self) -> None:
         if not self._open:
@@ -208,7 +210,7 @@ class LocalStorage:
     def duplicate(self, source: str, target: str) -> bool:
         to = self._root / target
         self._make_folder(to.parent)
-        temporary = str(to.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}-{to.name}")
+        temporary = str(to.parent / _temporary_name(to.name))
         try:
             self._files.link(str(self._root / source), temporary)
         except OSError as error:
@@ -243,10 +245,17 @@ class LocalStorage:
     def sweep(self, folder: str) -> int:
         swept = 0
         for entry in self.entries(folder):
-            match = _TEMPORARY.fullmatch(entry.name)
-            if match and not entry.is_folder and not _alive(int(match[1])):
-                self.delete(f"{folder}/{entry.name}" if folder else entry.name)
+            if entry.is_folder or not _TEMPORARY.fullmatch(entry.name):
+                continue
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            lock = self._lock(path, fcntl.LOCK_EX)
+            if lock is None:
+                continue  # its writer lives, or has just given it its name
+            try:
+                self.delete(path)
                 swept += 1
+            finally:
+                lock.close()
         return swept
 
     def _lock(self, path: str, how: int) -> _Lock | None:
@@ -278,13 +287,5 @@ class LocalStorage:
             self._files.mkdir(str(folder))
 
 
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _temporary_name(name: str) -> str:
+    return f".tmp-{secrets.token_hex(8)}-{name}"

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckpt.catalog import OWNER, Catalog, Step, StepState
-from ckpt.layout import is_manifest_name, parse_worker_folder, step_folder
+from ckpt.layout import REPLICATED_FOLDER, is_manifest_name, parse_worker_folder, step_folder
 from ckpt.reader import open_checkpoint
 from ckpt.storage import Storage
 from recovery.errors import BadConfiguration, CheckpointRejected
@@ -168,29 +168,31 @@ def delete_step(storage: Storage, step: Step, run_id: RunId, names: frozenset[st
             storage.settle({path.rpartition("/")[0] for path in manifests})
         for path in others:
             storage.delete(path)
-        folders = {path.rpartition("/")[0] for path in (*manifests, *others)} | {folder}
+        folders = {folder, *_subfolders(storage, folder)}
         for name in folders:
             storage.sweep(name)
-        storage.delete(f"{folder}/{OWNER}{run_id}")
-        for name in sorted(folders, key=len, reverse=True):
+        for name in sorted(folders - {folder}, key=len, reverse=True):
             storage.remove_folder(name)
+        # Last but the folder itself: as long as anything of ours is left, it says whose it is.
+        storage.delete(f"{folder}/{OWNER}{run_id}")
+        storage.remove_folder(folder)
     return ""
 
 
 def _ours(storage: Storage, step: Step, folder: str, names: frozenset[str]) -> tuple[list[str], list[str]]:
     named = set(step.files)
     if not step.whole or step.torn_workers:
-        subs = [folder]
-        subs.extend(f"{folder}/{entry.name}" for entry in storage.entries(folder) if entry.is_folder)
-        for sub in subs:
-            inside = sub.rpartition("/")[2]
-            if sub != folder and inside != "replicated" and parse_worker_folder(inside) is None:
-                continue
+        for sub in (folder, *_subfolders(storage, folder)):
             for entry in storage.entries(sub):
                 if not entry.is_folder and (entry.name in names or is_manifest_name(entry.name)):
                     named.add(f"{sub}/{entry.name}")
     manifests = sorted(path for path in named if is_manifest_name(path.rpartition("/")[2]))
     return manifests, sorted(named - set(manifests))
+
+
+def _subfolders(storage: Storage, folder: str) -> list[str]:
+    names = [entry.name for entry in storage.entries(folder) if entry.is_folder]
+    return [f"{folder}/{name}" for name in names if name == REPLICATED_FOLDER or parse_worker_folder(name)]
 
 
 def _names(steps: Sequence[Step]) -> frozenset[str]:

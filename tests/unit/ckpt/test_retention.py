@@ -17,6 +17,7 @@ from ckpt.retention import Retention, RetentionPolicy, decide, delete_step
 from ckpt.writer import write_checkpoint
 from recovery.errors import BadConfiguration, CheckpointRejected
 from recovery.types import RunId, Version
+from tests.unit.ckpt.power import Quick
 from tests.unit.ckpt.states import RUN, private_values, source, storage
 
 
@@ -251,7 +252,7 @@ INNER = st.one_of(
             "worker_zz",
             "run_run-b",
             "outer_params.safetensors",
-            ".tmp-1-0123456789abcdef-x",
+            ".tmp-0123456789abcdef-",
         ]
     ),
     st.text(string.ascii_letters + "_.", min_size=1, max_size=8).filter(lambda n: n.strip(".")),
@@ -272,7 +273,7 @@ def test_random_folders(
     reading: int,
     keep: int,
 ) -> None:
-    root = LocalStorage(tmp_path_factory.mktemp("random") / "root")
+    root = LocalStorage(tmp_path_factory.mktemp("random") / "root", Quick())
     root.root.mkdir()
     strange: dict[Path, bytes] = {}
     for name, inner, content in litter:
