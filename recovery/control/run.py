@@ -167,7 +167,7 @@ class RunMachine:
         member.fingerprint = hello.held_fingerprint
         if known is not None:
             self._inherit(member, known)
-        run.members[worker.worker_id] = member
+        run.enter(member)
         run.returning.discard(worker.worker_id)
         run.emit(WorkerAttached(worker_id=worker.worker_id, incarnation=worker.incarnation, held=held))
         undecided = hello.undecided_epoch

@@ -119,12 +119,20 @@ class RunState:
 
     def live(self) -> Iterator[Member]:
         """Live members by name."""
-        for _, member in sorted(self.members.items()):
+        for member in self.members.values():
             if member.alive:
                 yield member
 
     def live_in(self, *standings: Standing) -> list[Member]:
-        return [member for member in self.live() if member.standing in standings]
+        return [member for member in self.members.values() if member.alive and member.standing in standings]
+
+    def enter(self, member: Member) -> None:
+        """Take in a member in the place of its name; ``members`` stays in the order of names."""
+        if member.worker_id in self.members:
+            self.members[member.worker_id] = member
+            return
+        self.members[member.worker_id] = member
+        self.members = dict(sorted(self.members.items()))
 
     def process(self, voter: Voter) -> Member | None:
         """Return the live member that is this very process."""

@@ -32,7 +32,6 @@ from recovery.events import LineageStarted
 from recovery.events import VersionSealed as VersionSealedEvent
 from recovery.types import NO_VERSION, Version
 
-
 MAX_NUMBER = 2**48
 """No lineage and no step ever comes near it; what an adopted worker claims must not exhaust the numbers."""
 
@@ -227,8 +226,8 @@ class SuccessionDesk:
         due = self._gone_since + policy.expected_return_seconds
         if record.paused:
             run.outlook = (
-                f"{record.paused} Nobody who held it is alive: `recovery rollback --version {record.sealed}` resumes from "
-                "a checkpoint"
+                f"{record.paused} Nobody who held it is alive: `recovery rollback --version {record.sealed}` resumes "
+                "from a checkpoint"
             )
         elif awaited and run.now < due:
             run.outlook = (
@@ -455,7 +454,8 @@ class SuccessionDesk:
             states = ", ".join(f"{m.worker_id} {m.held}" for m in holders)
             error = BadConfiguration(f"no majority holds one unknown state ({states}): name one with --worker")
         if chosen is not None and max(chosen.held.lineage, chosen.held.outer_step) >= MAX_NUMBER:
-            chosen, error = None, BadConfiguration(f"worker {chosen.worker_id} holds {chosen.held}: not a real version")
+            error = BadConfiguration(f"worker {chosen.worker_id} holds {chosen.held}: not a real version")
+            chosen = None
         if chosen is None:
             run.answer(request_id, error)
             return

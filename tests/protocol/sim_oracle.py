@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
-from recovery.control.record import COMMITTED, Change, EpochClosed, EpochOpened, LineageBegun, VersionSealed
+from recovery.control.record import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    Change,
+    EpochClosed,
+    EpochOpened,
+    LineageBegun,
+    VersionSealed,
+)
 from recovery.types import NO_VERSION, Version
 
 
@@ -46,15 +55,21 @@ class Oracle:
         self.era += 1
         self.newest_sealed = NO_VERSION
 
+    def restarted(self) -> None:
+        """What was open when the coordinator died counts as aborted from now on."""
+        for (era, number), verdict in self.epochs.items():
+            if era == self.era and verdict == OPEN:
+                self.epochs[era, number] = ABORTED
+
     def stored(self, change: Change) -> None:
         """A change became durable."""
         match change:
             case EpochOpened():
                 self._require((self.era, change.epoch) not in self.epochs, f"epoch {change.epoch} was given out twice")
-                self.epochs[self.era, change.epoch] = "open"
+                self.epochs[self.era, change.epoch] = OPEN
             case EpochClosed():
                 before = self.epochs.get((self.era, change.epoch))
-                self._require(before == "open", f"epoch {change.epoch} ended twice ({before}, {change.verdict})")
+                self._require(before == OPEN, f"epoch {change.epoch} ended twice ({before}, {change.verdict})")
                 self.epochs[self.era, change.epoch] = change.verdict
                 if change.verdict == COMMITTED:
                     self._committed(change)
@@ -123,7 +138,9 @@ class Oracle:
         """A worker applied a step that it believes committed."""
         if era == self.era:
             known = self.committed.get((era, version))
-            self._require(known == (epoch, digest), f"{name} applied {version} of epoch {epoch}, which is not committed")
+            self._require(
+                known == (epoch, digest), f"{name} applied {version} of epoch {epoch}, which is not committed"
+            )
 
     def trains(self, name: str, before: Version, after: Version) -> None:
         """A process goes on training from ``after``; it trained from ``before``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from google.protobuf.message import Message
 
@@ -14,7 +15,14 @@ from tests.protocol.sim_oracle import mix
 if TYPE_CHECKING:
     from tests.protocol.sim_world import Connection, World
 
-IDLE, TRAINING, BOUNDARY, AVERAGING, VOTED, RESTORING = "idle", "training", "boundary", "averaging", "voted", "restoring"
+IDLE, TRAINING, BOUNDARY, AVERAGING, VOTED, RESTORING = (
+    "idle",
+    "training",
+    "boundary",
+    "averaging",
+    "voted",
+    "restoring",
+)
 NUMERICS = "torch-2.13.0/cpu/AVX2"
 
 _UP_FIELDS = {
@@ -285,7 +293,7 @@ class Process:
             self.turn_to(IDLE)
             self.say(coordinator_pb2.RecoveryRequest(reason="resync", from_worker_id=message.resync.from_worker_id))
 
-    _HANDLERS = {
+    _HANDLERS: ClassVar[dict[type[Message], Callable[[Process, Any], None]]] = {
         coordinator_pb2.Welcome: _welcome,
         coordinator_pb2.BecomeOrigin: _become_origin,
         coordinator_pb2.Ticket: _ticket,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 
 from protos.recovery.v1 import coordinator_pb2, operations_pb2
 from recovery.control.inputs import Attached, Detached, Drop, Effect, Operated, Persist, Received, Tell, Tick
 from recovery.control.inputs import Input as MachineInput
-from recovery.control.membership import Standing
 from recovery.control.policy import RunPolicy
-from recovery.control.record import ABORTED, COMMITTED, OPEN, EpochClosed, HistoryRecord, copy_of
+from recovery.control.record import ABORTED, OPEN, EpochClosed, HistoryRecord, copy_of
 from recovery.control.run import RunMachine
 from recovery.control.wire import from_proto
 from recovery.types import NO_VERSION, Version, WorkerRef
@@ -65,7 +65,8 @@ class Connection:
 class World:
     """Everything outside the machine."""
 
-    def __init__(self, seed: int, names: list[str], policy: RunPolicy, bug: str = "") -> None:
+    def __init__(self, seed: int, names: list[str], policy: RunPolicy, bug: str = "", *, keep_log: bool = True) -> None:
+        self.keep_log = keep_log
         self.random = random.Random(seed)
         self.policy = policy
         self.bug = bug
@@ -89,6 +90,8 @@ class World:
         self._wake_at: float | None = None
         self.num_inputs = 0
         self.exits: list[str] = []
+        self.struck: Counter[str] = Counter()
+        """Faults that reached a victim."""
         self._requests = itertools.count(1)
         self.restart_of_coordinator: Callable[[], None] = lambda: None
 
@@ -123,9 +126,7 @@ class World:
             if epoch.verdict == OPEN:
                 epoch.verdict = ABORTED
                 self.durable.num_aborted += 1
-        for (era, number), verdict in self.oracle.epochs.items():
-            if era == self.oracle.era and verdict == OPEN:
-                self.oracle.epochs[era, number] = ABORTED
+        self.oracle.restarted()
         self.durable.generation += 1
         self.machine = RunMachine(self.policy, copy_of(self.durable))
         self.say(f"coordinator starts, sealed {self.durable.sealed}")
@@ -134,6 +135,7 @@ class World:
     def kill_coordinator(self) -> None:
         if self.machine is None:
             return
+        self.struck["crash"] += 1
         self.say("coordinator dies")
         self.machine = None
         self.crash_after = None
@@ -144,6 +146,7 @@ class World:
 
     def lose_state_dir(self) -> None:
         """An operator begins anew under the old run id: the history is gone."""
+        self.struck["lose-state-dir"] += 1
         self.say("state directory lost")
         self.durable = HistoryRecord("run")
         self.oracle.begin_era()
@@ -152,13 +155,11 @@ class World:
         if self.machine is None:
             return
         self.num_inputs += 1
-        self._carry_out(self.machine.handle(event, self.now))
-        if self.machine is None:
-            return
-        wake = self.machine.next_wakeup()
-        if wake is not None and wake != self._wake_at:
+        machine = self.machine
+        self._carry_out(machine.handle(event, self.now))
+        wake = machine.next_wakeup()
+        if machine is self.machine and wake is not None and wake != self._wake_at:
             self._wake_at = wake
-            machine = self.machine
             self.at(wake, lambda: self._tick(machine, wake))
 
     def _tick(self, machine: RunMachine, wake: float) -> None:
@@ -170,16 +171,17 @@ class World:
         for effect in effects:
             if self.crash_after is not None:
                 if self.crash_after == 0:
+                    self.struck["crash-between-effects"] += 1
                     self.kill_coordinator()
                     self.restart_of_coordinator()
                     return
                 self.crash_after -= 1
             match effect:
                 case Persist(record=change):
-                    if self.bug == "forget-outcome" and isinstance(change, EpochClosed) and change.verdict == COMMITTED:
-                        continue
-                    self.durable.apply(change)
-                    self.say(f"stored {change}")
+                    if self.bug != "forget-outcome" or not isinstance(change, EpochClosed):
+                        self.durable.apply(change)
+                    if self.keep_log:
+                        self.say(f"stored {change}")
                     self.oracle.stored(change)
                 case Tell(worker=worker, message=message):
                     connection = self.streams.get(worker)
@@ -246,6 +248,7 @@ class World:
         connection = process.connection
         if connection is None:
             return
+        self.struck["cut"] += 1
         self.say(f"cut {process.ref.incarnation}")
         connection.broken = True
         slow = self.random.random() < 0.3
@@ -266,6 +269,7 @@ class World:
         process = self.processes[name]
         if process is None or not process.alive:
             return
+        self.struck["kill"] += 1
         self.say(f"kill {process.ref.incarnation} in {process.mode}")
         process.alive = False
         process.task += 1
@@ -287,6 +291,7 @@ class World:
         process = self.processes[name]
         if process is None or not process.alive or process.frozen:
             return
+        self.struck["freeze"] += 1
         self.say(f"freeze {process.ref.incarnation} in {process.mode} for {seconds:.1f} s")
         process.frozen = True
         connection = process.connection
@@ -332,6 +337,7 @@ class World:
                 return  # it was waiting for the dead one's last bytes
             if process.name in self.corrupt_next:
                 self.corrupt_next.discard(process.name)
+                self.struck["corrupt-average"] += 1
                 self.say(f"corrupt average of {process.name}")
                 process.averaged(mix(digest, b"corrupt"))
             else:
@@ -427,10 +433,9 @@ class World:
         elif status.paused:
             self.say(f"operator: rollback to {self.durable.sealed} from disk because {status.paused}")
             self.operate(operations_pb2.RollbackRequest(version=status.sealed))
-        foreign = [w.worker.worker_id for w in status.workers if w.alive and "recovery adopt" in w.waiting_for]
-        strangers = [
-            member.worker_id for member in self.machine._run.live_in(Standing.FOREIGN)  # the operator sees it in status
-        ]
-        if foreign and strangers:
-            self.say(f"operator: adopt {strangers[0]}")
-            self.operate(operations_pb2.AdoptRequest(worker_id=strangers[0]))
+        for worker in status.workers:
+            _, named, stranger = worker.waiting_for.partition("`recovery adopt --worker ")
+            if worker.alive and named:
+                self.say(f"operator: adopt {stranger[:-1]}")
+                self.operate(operations_pb2.AdoptRequest(worker_id=stranger[:-1]))
+                return

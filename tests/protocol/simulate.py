@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
 from protos.recovery.v1 import operations_pb2
 from recovery.control import run_state, succession
-from recovery.control.membership import Member, Standing, is_foreign
+from recovery.control.membership import Member, Standing, placed
 from recovery.control.policy import RunPolicy
-from recovery.control.record import HistoryRecord, Voter
+from recovery.control.record import ORIGIN, HistoryRecord, Voter
 from recovery.types import NO_VERSION
 from tests.protocol.sim_oracle import Violation, mix
 from tests.protocol.sim_world import World
 
-FAULTS_UNTIL = 25.0
+FAULTS_UNTIL = 16.0
 QUIET_LIMIT = 240.0
 BUGS = ("apply-before-commit", "forget-outcome", "trust-highest-step", "origin-by-arrival")
 
@@ -36,6 +36,7 @@ class Result:
     num_resumes: int
     num_ties: int
     faults: tuple[str, ...]
+    struck: dict[str, int]
 
 
 def policy_of(world_random: int) -> RunPolicy:
@@ -57,10 +58,10 @@ def policy_of(world_random: int) -> RunPolicy:
     )
 
 
-def simulate(seed: int, bug: str = "") -> Result:
+def simulate(seed: int, bug: str = "", *, keep_log: bool = False) -> Result:
     """Run one schedule: faults for a while, then quiet, in which the run must come to life again."""
     names = ["a", "b", "c", "d"][: 2 + seed % 3]
-    world = World(seed, names, policy_of(seed // 3), bug)
+    world = World(seed, names, policy_of(seed // 3), bug, keep_log=keep_log)
     faults: list[str] = []
     violation = ""
     try:
@@ -88,6 +89,7 @@ def simulate(seed: int, bug: str = "") -> Result:
         oracle.num_resumes,
         oracle.num_ties,
         tuple(faults),
+        dict(world.struck),
     )
 
 
@@ -125,25 +127,27 @@ def _schedule_faults(world: World, names: list[str], faults: list[str]) -> None:
             process.value = mix(process.value, b"flip")
             process.lent = dict.fromkeys(process.lent, process.value)
             world.oracle.tainted.add(process.value)
+            world.struck["corrupt-state"] += 1
 
     def slow(name: str) -> None:
         process = world.processes[name]
         if process is not None:
             process.slow = 8.0
+            world.struck["slow"] += 1
 
     def cut(name: str) -> None:
         process = world.processes[name]
         if process is not None:
             world.cut(process)
 
-    kinds = {
-        "kill": lambda name: kill(name),
+    kinds: dict[str, Callable[[str], None]] = {
+        "kill": kill,
         "kill-all": lambda name: kill_all(),
         "crash": lambda name: crash(),
         "crash-between-effects": lambda name: crash_between_effects(),
         "freeze": lambda name: world.freeze(name, random.choice((1.0, 6.0, 15.0)) * random.uniform(0.5, 1.5)),
         "cut": cut,
-        "corrupt-average": lambda name: world.corrupt_next.add(name),
+        "corrupt-average": world.corrupt_next.add,
         "corrupt-state": corrupt_state,
         "slow": slow,
         "resync": lambda name: world.operate(operations_pb2.ResyncRequest(worker_id=name)),
@@ -188,7 +192,7 @@ def _quiet(world: World, names: list[str]) -> None:
         if oracle.num_commits != together:
             together = oracle.num_commits
             goal_commits = goal_commits + 1 if oracle.last_commit_size == len(names) else 0
-        if goal_commits < 3:
+        if goal_commits < 2:
             return False
         holders = [world.processes[name] for name in names]
         return len({(p.held, p.value) for p in holders if p is not None and p.alive}) == 1
@@ -221,11 +225,9 @@ def _seeded(bug: str) -> Iterator[None]:
 def _placed_by_step(
     record: HistoryRecord, member: Member, *, beginning: Voter | None, undecided: bool
 ) -> tuple[Standing, str]:
-    from recovery.control.membership import placed
-
-    if record.sealed != NO_VERSION and beginning is None and member.held.outer_step >= record.sealed.outer_step:
-        return (Standing.FOREIGN, "") if is_foreign(record, member.held) else (Standing.READY, "")
-    return placed(record, member, beginning=beginning, undecided=undecided)
+    found = placed(record, member, beginning=beginning, undecided=undecided)
+    highest = member.held != NO_VERSION and member.held.outer_step >= record.committed.outer_step
+    return (Standing.READY, "") if highest and found[0] is Standing.QUEUED else found
 
 
 def _origin_by_arrival(self: succession.SuccessionDesk) -> None:
@@ -235,7 +237,7 @@ def _origin_by_arrival(self: succession.SuccessionDesk) -> None:
         return
     first = sorted(run.live(), key=lambda member: member.attached_at)
     if first:
-        self.begin(first[0], first[0].held.outer_step, succession.ORIGIN)
+        self.begin(first[0], first[0].held.outer_step, ORIGIN)
 
 
 def main() -> int:
@@ -246,7 +248,7 @@ def main() -> int:
     parser.add_argument("--bug", choices=BUGS, default="")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        result = simulate(arguments.seed, arguments.bug)
+        result = simulate(arguments.seed, arguments.bug, keep_log=True)
         sys.stdout.write("\n".join(result.log) + "\n")
         sys.stdout.write(f"faults: {', '.join(result.faults) or 'none'}\n")
         sys.stdout.write(f"seed {result.seed}: {result.violation or 'all invariants hold'}\n")
