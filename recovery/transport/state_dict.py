@@ -4,13 +4,15 @@ The live path moves its pieces through ``post_send`` and ``post_receive`` too, s
 
 On the wire, all as 1-d uint8 messages under one tag::
 
-    sender                                receiver
-    header   64 bytes          ->         checked before anything is allocated
-    manifest (its size capped) ->         decoded, checked, compared with ``into``
-                               <-         answer, 512 bytes: go on, or why not
-    chunks, in order           ->         each checked against its digest on arrival
+    sender                         receiver
+    header, 64 bytes     ->        checked before anything is allocated for what it announces
+                         <-        answer, 512 bytes: go on, or why not
+    manifest             ->        decoded, checked, compared with ``into``
+                         <-        answer
+    chunks, in order     ->        each checked against its digest on arrival
 
-Both sides post messages of sizes that both know: gloo ends the process that receives more than it posted.
+Both sides only post messages of sizes that both agreed on, because gloo ends a process that is sent more than it
+posted; after a refusal nothing is under way, so that the group can be used on.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from recovery.errors import (
 from recovery.state.chunks import PartBytes, chunk_ranges
 from recovery.state.compare import Difference, describe_differences
 from recovery.state.digest import chunk_digest, digest_part, numerics_id
-from recovery.state.leaf import Leaf
+from recovery.state.leaf import Leaf, TensorKind
 from recovery.state.limits import DEFAULT_LIMITS, Limits
 from recovery.state.manifest import (
     ChunkSpec,
@@ -140,16 +142,16 @@ def send_state_dict(
         ManifestRejected: the receiver does not accept the manifest. As above.
         DonorLost: no progress, or the connection broke. The connection to ``dst`` is of no further use.
     """
+    wire = _Wire(pg, dst, tag, timeout)
     tree, leaves = split(state_dict, limits)
     part_bytes = PartBytes([leaf.value for leaf in leaves])
     data = encode(_manifest_of(tree, leaves, part_bytes, algorithm), limits)
     header = _HEADER.pack(_MAGIC, _FORMAT, _ANSWER_BYTES, len(data), manifest_digest(data))
-    wire = _Wire(pg, dst, tag, timeout)
-    wire.send(_payload(header))
-    wire.send(_payload(data))
-    answer = torch.empty(_ANSWER_BYTES, dtype=torch.uint8)
-    wire.receive(answer)
-    _raise_refusal(answer.numpy().tobytes())
+    for message in (header, data):
+        wire.send(_payload(message))
+        answer = torch.empty(_ANSWER_BYTES, dtype=torch.uint8)
+        wire.receive(answer)
+        _raise_refusal(answer.numpy().tobytes())
     wire.send_all(part_bytes.read(*place) for place in chunk_ranges(part_bytes.tensor_num_bytes))
 
 
@@ -175,8 +177,8 @@ def recv_state_dict(
         timeout: Seconds without progress after which to give up; None: the group's own timeout.
 
     Raises:
-        ManifestRejected: what arrived is not an acceptable manifest. Nothing was allocated; ``into`` is untouched. If
-            the sender could be told, the group may be used on.
+        ManifestRejected: what arrived is not an acceptable manifest. Nothing was allocated for it; ``into`` is
+            untouched and the group may be used on, unless the sender does not speak this protocol at all.
         LayoutMismatch: ``into`` does not fit; names every leaf. Nothing moved, ``into`` is untouched.
         ChunkDamaged: bytes differ from their digest; names the tensors. ``into`` has been written; the group may be
             used on, because all chunks were received.
@@ -191,7 +193,7 @@ def recv_state_dict(
         wire.send(_refusal(error))
         raise
     part_bytes = PartBytes([leaf.value if isinstance(leaf, Leaf) else leaf for leaf in leaves], part.tensors)
-    wire.send(_payload(_GO_ON.ljust(_ANSWER_BYTES, b"\0")))
+    wire.send(_go_on())
     _receive_chunks(wire, part, part_bytes, manifest.digest_algorithm)
     return join(part.tree, leaves, limits)
 
@@ -234,6 +236,16 @@ class _Wire:
     tag: int
     timeout: float | None
 
+    def __post_init__(self) -> None:
+        kinds = [device.type for device in getattr(self.pg, "_device_types", ())]
+        if kinds and "cpu" not in kinds:
+            raise MisuseError(
+                f"this group moves {', '.join(kinds)} tensors only: pass one with a CPU backend, for example "
+                f"new_group(backend='gloo')"
+            )
+        if not 0 <= self.peer < self.pg.size() or self.peer == self.pg.rank():
+            raise MisuseError(f"rank {self.peer} is no other rank of this group: it has {self.pg.size()}")
+
     def send(self, data: torch.Tensor) -> None:
         self.send_all([data])
 
@@ -261,14 +273,16 @@ def _receive_manifest(wire: _Wire, limits: Limits) -> Manifest:
     magic, version, answer_bytes, num_bytes, digest = _HEADER.unpack(header.numpy().tobytes())
     if (magic, version, answer_bytes) != (_MAGIC, _FORMAT, _ANSWER_BYTES):
         raise ManifestRejected(f"rank {wire.peer} sent something else than a state dict of format {_FORMAT}")
-    if num_bytes > limits.manifest_bytes:
-        raise ManifestRejected(
-            f"rank {wire.peer} announces a manifest of {num_bytes} bytes, the cap is {limits.manifest_bytes}"
-        )
-    data = torch.empty(num_bytes, dtype=torch.uint8)
-    wire.receive(data)
-    raw = data.numpy().tobytes()
     try:
+        if num_bytes > limits.manifest_bytes:
+            raise ManifestRejected(
+                f"rank {wire.peer} announces a manifest of {num_bytes} bytes, at most {limits.manifest_bytes} are "
+                f"accepted"
+            )
+        wire.send(_go_on())
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        wire.receive(data)
+        raw = data.numpy().tobytes()
         if manifest_digest(raw) != digest:
             raise ManifestRejected(f"the manifest from rank {wire.peer} was damaged on its way")
         manifest = decode(raw, limits)
@@ -305,7 +319,7 @@ def _matching_leaves(part: PartSpec, into: object, limits: Limits) -> list[Leaf]
             differences.append(
                 Difference(spec.path, f"sent as {_spec_text(spec)}, not there (or tied to another) here")
             )
-        elif (own.dtype, own.shape, own.shard) != (spec.dtype, spec.shape, spec.shard):
+        elif _form(own) != _form(spec):
             differences.append(Difference(spec.path, f"sent as {_spec_text(spec)}, here it is {_spec_text(own)}"))
         else:
             matched.append(leaf)
@@ -321,9 +335,15 @@ def _matching_leaves(part: PartSpec, into: object, limits: Limits) -> list[Leaf]
     return matched
 
 
+def _form(spec: TensorSpec) -> object:
+    # Parameter or tensor, and memory order, are the receiver's own affair.
+    return spec.dtype, spec.shape, spec.shard, spec.kind is TensorKind.NDARRAY
+
+
 def _spec_text(spec: TensorSpec) -> str:
+    array = " array" if spec.kind is TensorKind.NDARRAY else ""
     shard = f", shard {spec.shard.placements} of {list(spec.shard.global_shape)}" if spec.shard else ""
-    return f"{spec.dtype} {list(spec.shape)}{shard}"
+    return f"{spec.dtype}{array} {list(spec.shape)}{shard}"
 
 
 def _receive_chunks(wire: _Wire, part: PartSpec, part_bytes: PartBytes, algorithm: DigestAlgorithm) -> None:
@@ -362,6 +382,10 @@ def _tensors_of(part: PartSpec, chunks: list[ChunkSpec]) -> list[str]:
         return max(spec.offset, chunk.offset) < min(spec.offset + spec.num_bytes, chunk.offset + chunk.num_bytes)
 
     return [spec.path for spec in part.tensors if any(touches(spec, chunk) for chunk in chunks)][:20]
+
+
+def _go_on() -> torch.Tensor:
+    return _payload(_GO_ON.ljust(_ANSWER_BYTES, b"\0"))
 
 
 def _refusal(error: RecoveryError) -> torch.Tensor:
