@@ -400,7 +400,7 @@ def test_the_advertised_address_is_the_one_that_is_bound() -> None:
         assert server.address.host == "127.0.0.2"
         assert probe(server.address, PLAIN).address == server.address
         listening = {
-            found.laddr.ip
+            found.laddr.ip.removeprefix("::ffff:")
             for found in psutil.Process().net_connections("tcp")
             if found.status == psutil.CONN_LISTEN and found.laddr.port == server.address.port
         }
