@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,18 +11,22 @@ from recovery.errors import BadConfiguration
 
 
 def name_outer_params(
-    params: Mapping[str, Tensor] | Sequence[Tensor] | Iterable[Tensor], live: nn.Module | None
+    params: Mapping[str, Tensor] | Iterable[Tensor] | nn.Module, live: nn.Module | None
 ) -> dict[str, Tensor]:
     """Return ``params`` by name.
 
-    A mapping keeps its names. A sequence is named by ``live.named_parameters()``: by all of them, or by the trainable
-    ones where only their number fits (an offloaded list without the frozen parameters).
+    A mapping or module keeps its names. A sequence is named by ``live.named_parameters()``: by all of them, or by the
+    trainable ones where only their number fits (an offloaded list without the frozen parameters).
 
     Raises:
         BadConfiguration: a sequence without ``live``, or its length fits neither; both counts are named.
     """
     if isinstance(params, Mapping):
         return dict(params)
+    if isinstance(params, nn.ParameterDict):
+        return dict(params.items())
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        return dict(params.named_parameters())
     tensors = list(params)
     if live is None:
         raise BadConfiguration("outer_params is a sequence: give live=, which names it, or a mapping of names")

@@ -70,9 +70,13 @@ class OptimizerPart(Part):
 
     def differences(self, donor: object, own: object) -> Iterator[str]:
         assert isinstance(own, dict)
-        if not isinstance(donor, dict) or not {"class", "state", "param_groups"} <= donor.keys():
+        if not _is_optimizer(donor):
             yield f"{self.name}: the donor's is not an optimizer"
             return
+        assert isinstance(donor, dict)
+        for key in donor.get("attributes", {}):
+            if hasattr(type(self.optimizer), key) or key.startswith("_"):
+                yield f"{self.name}/attributes/{key}: the donor's is no number that an optimizer keeps"
         if donor["class"] != own["class"]:
             yield f"{self.name}: the donor's is a {donor['class']}, this worker's a {own['class']}"
         theirs, ours = donor["param_groups"], own["param_groups"]
@@ -87,12 +91,11 @@ class OptimizerPart(Part):
 
     def _group_differences(self, g: int, their: Mapping[str, object], our: Mapping[str, object]) -> Iterator[str]:
         at = f"{self.name}/param_groups/{g}"
-        theirs, ours = their.get("params"), our["params"]
+        theirs, ours = their["params"], our["params"]
+        assert isinstance(theirs, list)
+        assert isinstance(ours, list)
         if theirs != ours:
-            assert isinstance(ours, list)
-            if not isinstance(theirs, list):
-                yield f"{at}: the donor's lists no parameters"
-            elif set(theirs) == set(ours):
+            if set(theirs) == set(ours):
                 i = next(i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1])
                 yield f"{at}: another order of parameters: the donor has {theirs[i]} where this worker has {ours[i]}"
             else:
@@ -200,6 +203,24 @@ class OptimizerPart(Part):
                 f"WorkerState.expect_fewer_states({self.name!r}) first"
             )
         self._num_states = num_states
+
+
+def _is_optimizer(tree: object) -> bool:
+    """Return whether a tree from outside has the structure that ``read`` makes; what it holds is checked elsewhere."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("class"), str):
+        return False
+    state, groups = tree.get("state"), tree.get("param_groups")
+    named = (state, tree.get("other_state", {}), tree.get("attributes", {}))
+    return (
+        all(isinstance(part, dict) and all(isinstance(key, str) for key in part) for part in named)
+        and all(isinstance(entries, dict) for entries in state.values())  # type: ignore[union-attr]
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and _is_names(group.get("params")) for group in groups)
+    )
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _option_names(group: Mapping[str, object]) -> list[str]:

@@ -7,7 +7,7 @@ at each step; fragments, each with backup copies and an outer optimizer of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,7 +57,7 @@ LOCAL_PROGRESS = PartName("local_progress")
 BUFFERS = PartName("buffers")
 
 T = TypeVar("T")
-Params = Mapping[str, Tensor] | Sequence[Tensor] | Iterable[Tensor]
+Params = Mapping[str, Tensor] | Iterable[Tensor] | nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,10 @@ class WorkerState:
 
         Args:
             live: The module that trains. Restoring writes the outer parameters into it as well.
-            outer_params: The parameters as of the last outer step: a mapping of ``live``'s names to tensors, a
-                sequence in the order of ``live.named_parameters()`` (all, or the trainable ones), or a function that
-                returns either. Give a function wherever the tensors are replaced rather than written.
+            outer_params: The parameters as of the last outer step: a mapping of ``live``'s names to tensors, a second
+                module of the same names, a sequence in the order of ``live.named_parameters()`` (all, or the trainable
+                ones), or a function that returns one of these. Give a function wherever the tensors are replaced
+                rather than written; it must hand out the tensors themselves, not copies.
             outer_optimizer: Steps at the boundary, over the outer or over the live parameters.
             fragments: Instead of ``outer_params``.
             inner_optimizer: One, or several by name.
@@ -123,7 +124,8 @@ class WorkerState:
         """
         self._live = live
         self._fragments = tuple(fragments)
-        self._outer_params = outer_params
+        # An iterator (module.parameters()) could be read once only; a list is kept, so that its items may be replaced.
+        self._outer_params = list(outer_params) if isinstance(outer_params, Iterator) else outer_params
         self._check_arguments(outer_optimizer)
         self._parts: dict[PartName, Part] = {}
         self.run_progress = RunProgress()
@@ -275,7 +277,9 @@ class WorkerState:
         """Return the outer parameters by name, as they are now."""
         if self._fragments:
             return {name: tensor for fragment in self._fragments for name, tensor in fragment.read().items()}
-        params = self._outer_params() if callable(self._outer_params) else self._outer_params
+        params = self._outer_params
+        if not isinstance(params, nn.Module) and callable(params):
+            params = params()
         return {} if params is None else name_outer_params(params, self._live)
 
     def live_copies(self) -> list[tuple[str, Tensor, Tensor]]:

@@ -44,6 +44,11 @@ class SchedulerPart(Part):
             yield f"{self.name}: the donor's is not a scheduler"
         elif donor.get("class") != own["class"]:
             yield f"{self.name}: the donor's is a {donor.get('class')}, this worker's a {own['class']}"
+        else:
+            for key in donor["state"]:
+                # Loading sets attributes of these names.
+                if key == "optimizer" or callable(getattr(type(self.scheduler), str(key), None)):
+                    yield f"{self.name}/{key}: the donor's is no state of a scheduler"
 
     def attach(self, value: object) -> int:
         assert isinstance(value, dict)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from protos.recovery.v1 import manifest_pb2
-from recovery.errors import UnsupportedLeaf
+from recovery.errors import BadConfiguration, UnsupportedLeaf
 from recovery.state.leaf import dtype_name, tensor_leaf
 from recovery.state.local_tensor import can_hold, local, tie_key
 from recovery.state.manifest import specs_of
@@ -31,6 +31,13 @@ class TensorsPart(Part):
     ) -> None:
         super().__init__(name, part_class, changes_in_forward=changes_in_forward)
         self._getter = getter
+        first, second = self.read(), self.read()
+        for key, tensor in first.items():
+            if key not in second or (tensor.numel() and tie_key(tensor) != tie_key(second[key])):
+                raise BadConfiguration(
+                    f"{name}/{key}: the function returns another tensor at each call, and what restoring writes into it "
+                    "would be lost: return the tensors themselves"
+                )
 
     def read(self) -> dict[str, Tensor]:
         named = dict(self._getter())

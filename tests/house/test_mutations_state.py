@@ -7,6 +7,7 @@ order of writing, and the comparison with the manifest at the end), each is remo
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,7 +241,7 @@ MUTATIONS = [
     Mutation("every part is taken", ("51",), ((restore, "parts_to_restore", _every_part),)),
     Mutation("buffers are left out", ("52",), ((WorkerState, "_register_buffers", _nothing),)),
     Mutation("state is made by stepping", ("53", "3", "Z2"), ((receiving.Receiving, "_make", _make_by_stepping),)),
-    Mutation("what is kept is a reference", ("55",), ((restore.copy, "deepcopy", lambda value: value),)),
+    Mutation("what is kept is a reference", ("55",), ((copy, "deepcopy", lambda value: value),)),
     Mutation("received bytes are not checked", ("56",), ((Restoration, "_check_received", _nothing),)),
     Mutation("the live copy is not written", ("Z1", "10"), ((Restoration, "_write_live_copies", _nothing), NO_PROOF)),
     Mutation(
