@@ -246,21 +246,19 @@ def noise(group: Group, rank: int) -> object:
     return _attempt(lambda: recv_state_dict(group, 0, timeout=TIMEOUT_SECONDS))
 
 
-def ring(group: Group, rank: int) -> object:
-    """Three ranks of the default group pass a state on, with tags and collectives between."""
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}.world", rank=rank, world_size=3)
-    world = dist.group.WORLD
-    assert world is not None
+def world(group: Group, rank: int) -> object:
+    """The default group of a process, with tags and collectives between."""
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}.world", rank=rank, world_size=2)
+    whole = dist.group.WORLD
+    assert whole is not None
     total = torch.ones(1)
     dist.all_reduce(total)
     value = cases()["plain"], cases()["large"]
     if rank == 0:
-        send_state_dict(world, value, 1, tag=5)
-        send_state_dict(world, [rank], 2, tag=6)
-    elif rank == 1:
-        send_state_dict(world, recv_state_dict(world, 0, tag=5), 2, tag=5)
-    received = recv_state_dict(world, 1, tag=5) if rank == 2 else value
-    first = recv_state_dict(world, 0, tag=6) if rank == 2 else [0]
+        send_state_dict(whole, value, 1, tag=5)
+        send_state_dict(whole, [rank], 1, tag=6)
+    received = recv_state_dict(whole, 0, tag=5) if rank else value
+    first = recv_state_dict(whole, 0, tag=6) if rank else [0]
     dist.all_reduce(total)
     dist.destroy_process_group()
     return [same(received, value), first, float(total)]
@@ -306,13 +304,13 @@ def lost_receiver(group: Group, rank: int) -> object:
 
 SCENARIOS: dict[str, Scenario] = {
     function.__name__: function
-    for function in (exact, in_place, mismatched, refused, damaged, noise, ring, lost, lost_receiver)
+    for function in (exact, in_place, mismatched, refused, damaged, noise, world, lost, lost_receiver)
 }
 
 
 def main() -> None:
     names, rank = sys.argv[1].split(","), int(sys.argv[2])
-    group = None if names == ["ring"] else open_group(sys.argv[3], rank, 2)
+    group = open_group(sys.argv[3], rank, 2)
     for name in names:
         print(f"result {name} " + json.dumps(SCENARIOS[name](group, rank)), flush=True)
     # The other rank's last message may still be on its way out of this process's sockets.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,15 @@ import torch.distributed as dist
 from recovery.errors import MisuseError
 from recovery.transport.state_dict import post_receive, post_send, recv_state_dict, send_state_dict
 from tests.support.processes import ChildProcess
+from tests.unit.state.exact import same
 from tests.unit.transport.state_dict_process import open_group
 
 MODULE = "tests.unit.transport.state_dict_process"
 
 
 @contextmanager
-def ranks(scenario: str, folder: Path, *extra: str, count: int = 2) -> Iterator[list[ChildProcess]]:
-    """Start ``count`` processes of a scenario; kill what is left of them at the end."""
+def ranks(scenario: str, folder: Path, *extra: str) -> Iterator[list[ChildProcess]]:
+    """Start the two processes of a scenario; kill what is left of them at the end."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -30,7 +33,7 @@ def ranks(scenario: str, folder: Path, *extra: str, count: int = 2) -> Iterator[
                     ["-m", MODULE, scenario, str(rank), str(folder / "meet"), *extra], {"GLOO_SOCKET_IFNAME": "lo"}
                 )
             )
-            for rank in range(count)
+            for rank in range(2)
         ]
 
 
@@ -42,7 +45,7 @@ def result(child: ChildProcess, scenario: str) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """What rank 0 and rank 1 saw in each scenario, all over one group: importing torch takes the longest by far."""
-    names = ["exact", "in_place", "mismatched", "refused", "damaged", "noise"]
+    names = ["exact", "in_place", "mismatched", "refused", "damaged", "noise", "world"]
     with ranks(",".join(names), tmp_path_factory.mktemp("group")) as (sender, receiver):
         return {name: (result(sender, name), result(receiver, name)) for name in names}
 
@@ -122,9 +125,27 @@ def test_a_stranger_is_refused(found: Found) -> None:
     assert "something else than a state dict" in received[1]
 
 
-def test_any_ranks_of_a_larger_group(tmp_path: Path) -> None:
-    with ranks("ring", tmp_path, count=3) as children:
-        assert [result(child, "ring") for child in children] == [[True, [0], 9.0]] * 3
+def test_the_default_group_serves_too(found: Found) -> None:
+    assert found["world"] == ([True, [0], 4.0], [True, [0], 4.0])
+
+
+def test_any_ranks_of_a_larger_group_and_both_ways_at_once(tmp_path: Path) -> None:
+    """Three ranks pass their states round: each sends to the next while it receives from the one before."""
+    states: list[object] = [{"rank": rank, "x": torch.full((2_000_000,), float(rank))} for rank in range(3)]
+
+    def pass_on(rank: int) -> object:
+        group: dist.ProcessGroup = open_group(str(tmp_path / "meet"), rank, 3)
+        with ThreadPoolExecutor(1, thread_name_prefix=f"send-{rank}") as sender:
+            sent = sender.submit(send_state_dict, group, states[rank], (rank + 1) % 3, tag=rank, timeout=60)
+            received = recv_state_dict(group, (rank - 1) % 3, tag=(rank - 1) % 3, timeout=60)
+            sent.result()
+        meeting.wait()  # nobody's group ends before everybody is done
+        return received
+
+    meeting = threading.Barrier(3)
+    with ThreadPoolExecutor(3, thread_name_prefix="rank") as pool:
+        received = list(pool.map(pass_on, range(3)))
+    assert same(received, [states[2], states[0], states[1]])
 
 
 def test_a_sender_that_dies_is_noticed(tmp_path: Path) -> None:
