@@ -15,7 +15,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from recovery.clock import SystemClock
 from recovery.events import EventSink, Recorder, SnapshotCaptured
 from recovery.snapshot import SnapshotConfig, Snapshots
 from recovery.state.parts import WorkerState
-from recovery.types import GIB, Incarnation, RunId, Version, WorkerId, WorkerRef
+from recovery.types import GIB, Incarnation, PartName, RunId, Version, WorkerId, WorkerRef
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -100,11 +100,11 @@ class Rig:
         )
 
 
-def part_tensors(state: WorkerState, names: list[str]) -> list[torch.Tensor]:
+def part_tensors(state: WorkerState, names: Sequence[PartName]) -> list[torch.Tensor]:
     """Return the live tensors of these parts."""
     found = []
     for name in names:
-        found += [tensor for tensor in state.read_part(name).tensors if isinstance(tensor, torch.Tensor)]  # type: ignore[arg-type]
+        found += [tensor for tensor in state.read_part(name).tensors if isinstance(tensor, torch.Tensor)]
     return found
 
 
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             )
         forward_backward = statistics.median(rig.forward_backward() for _ in range(10))
         fresh, warm = copy_seconds(part_tensors(rig.state, rig.state.private_copied_names))
-        stall = {cause: vars_of for cause, vars_of in _plain(snapshots).items()}
+        stall = stall_record(snapshots)
 
     captured = events.of(SnapshotCaptured)
     median = statistics.median(idle)
@@ -222,7 +222,8 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     return record
 
 
-def _plain(snapshots: Snapshots) -> dict[str, dict[str, float]]:
+def stall_record(snapshots: Snapshots) -> dict[str, dict[str, float]]:
+    """Return the stall account in plain values."""
     return {
         cause: {"times": s.times, "seconds": s.seconds, "worst_seconds": s.worst_seconds, "bytes": s.num_bytes}
         for cause, s in snapshots.stall.by_cause().items()
