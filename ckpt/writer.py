@@ -164,6 +164,7 @@ def _write_share(
     )
     content = encode_record(record)
     job = _Job(storage, folder, share)
+    begun = False
     try:
         if _stands_already(storage, record):
             return WriteReport(
@@ -174,7 +175,9 @@ def _write_share(
                 linked_bytes=0,
                 already_there=True,
             )
-        for name in {folder, *(f"{folder}/{file.path}".rpartition("/")[0] for file in files)}:
+        begun = True
+        folders = {folder, *(f"{folder}/{file.path}".rpartition("/")[0] for file in files)}
+        for name in folders:
             storage.sweep(name)
         # What stands there is torn, or of another life of this worker. Its marker goes first, durably: a marker over
         # files of two saves would be a lie.
@@ -183,13 +186,13 @@ def _write_share(
             storage.settle([folder])
         _own(storage, manifest)
         job.write_files(files, previous)
-        storage.settle({folder, *(f"{folder}/{file.path}".rpartition("/")[0] for file in files)})
+        storage.settle(folders)
         write_whole(storage, marker, content)
-    except (OSError, RetrySameDonor, TryOtherDonor) as error:  # the storage, or a lease that ended under the save
-        job.undo()
-        raise CheckpointFailed(f"saving {manifest.cut} to {storage.url_of(folder)} failed: {error}") from error
-    except BaseException:
-        job.undo()
+    except BaseException as error:
+        if begun:  # before, what stands there is somebody's checkpoint
+            job.undo(marker)
+        if isinstance(error, OSError | RetrySameDonor | TryOtherDonor):  # the storage, or a lease that ended
+            raise CheckpointFailed(f"saving {manifest.cut} to {storage.url_of(folder)} failed: {error}") from error
         raise
     if share.scope is Scope.REPLICATED:
         write_hint(storage, manifest)
@@ -284,13 +287,19 @@ class _Job:
             for future in commits:
                 future.result()
 
-    def undo(self) -> None:
-        """Remove the files of this save: without a manifest they only fill the disk."""
-        for path in self._made:
+    def undo(self, marker: str) -> None:
+        """Remove the files of this save: without a manifest they only fill the disk.
+
+        The marker may have its name already, if only the last fsync failed. It goes first, and if it cannot go, the
+        files that it names stay.
+        """
+        for path in (marker, *self._made):
             try:
                 self._storage.delete(path)
             except OSError as error:
                 logger.warning("%s stays behind after a failed save: %s", self._storage.url_of(path), error)
+                if path == marker:
+                    return
 
     def _reuse(self, previous: Checkpoint, twin: PartFile, path: str) -> bool:
         source = f"{previous.folder}/{twin.path}"
