@@ -15,6 +15,7 @@ import typer
 
 from recovery.cli.connection import SECURITY_OPTIONS, JsonOption, security_from, with_options
 from recovery.cli.output import Output
+from recovery.control.channel import PING_TIMEOUT_SECONDS
 from recovery.control.policy import RunPolicy
 from recovery.control.server import CoordinatorConfig, run_coordinator
 from recovery.events import Event, to_json
@@ -79,6 +80,9 @@ def coordinator(
     expected_return: Annotated[
         float, typer.Option(help="Seconds for which lost holders of the history are expected back.")
     ] = 30.0,
+    ping_timeout: Annotated[
+        float, typer.Option(help="Seconds for which a worker may leave a keepalive ping unanswered.")
+    ] = PING_TIMEOUT_SECONDS,
     silence: Annotated[
         float, typer.Option(help="Behind a proxy: seconds without any message after which a worker is lost; 0: off.")
     ] = 0.0,
@@ -104,6 +108,7 @@ def coordinator(
         new_run=new_run,
         port_file=port_file,
         security=security,
+        ping_timeout_seconds=ping_timeout,
         silence_seconds=silence,
     )
 

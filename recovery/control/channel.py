@@ -12,22 +12,27 @@ from recovery.types import MIB, Address
 MAX_MESSAGE_BYTES = 2 * MIB
 """No message of this project is longer: larger things come in pieces. A longer one ends its call, not the process."""
 
-KEEPALIVE_MS = 1000
-KEEPALIVE_TIMEOUT_MS = 2000
+PING_SECONDS = 1.0
+PING_TIMEOUT_SECONDS = 2.0
+"""How long the other side may leave a ping unanswered. With a ping each second a frozen or unreachable process is found
+after about 4 s; one on a link that its own transfers saturate wants more."""
 
-# A ping each second, answered by gRPC's own thread without the GIL: a process that is busy keeps its lease, one that is
-# frozen or cut off is found after about 4 s. All three values are needed: `ping_timeout_ms` alone decides how long an
-# unanswered ping counts as lost, and its default is a minute.
-_KEEPALIVE = (
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
-SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
-    *_KEEPALIVE,
+def _keepalive(ping_timeout_seconds: float) -> tuple[tuple[str, Any], ...]:
+    # Pings are answered by gRPC's own threads without the interpreter's lock: a process that is busy keeps its lease.
+    # All three times are needed: `ping_timeout_ms` alone decides how long an unanswered ping may take, and its default
+    # is a minute.
+    timeout_ms = round(ping_timeout_seconds * 1000)
+    return (
+        ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+_SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     # The other side pings as often as we do; the default would end its connection with "too many pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 0),
@@ -37,8 +42,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
-CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    *_KEEPALIVE,
+_CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A proxy in the environment is meant for the web, not for the next machine of the run.
@@ -54,7 +58,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def open_channel(address: Address, security: SecurityConfig, *, what: str) -> grpc.Channel:
+def server_options(ping_timeout_seconds: float = PING_TIMEOUT_SECONDS) -> list[tuple[str, Any]]:
+    """Return the options of a server that finds a lost client by keepalive."""
+    return [*_keepalive(ping_timeout_seconds), *_SERVER_OPTIONS]
+
+
+def open_channel(
+    address: Address,
+    security: SecurityConfig,
+    *,
+    what: str,
+    ping_timeout_seconds: float = PING_TIMEOUT_SECONDS,
+) -> grpc.Channel:
     """Return a channel to ``address``; it connects at its first call. The caller closes it.
 
     Raises:
@@ -62,7 +77,7 @@ def open_channel(address: Address, security: SecurityConfig, *, what: str) -> gr
     """
     security.check_host(address.host, what=what)
     credentials = security.channel_credentials()
-    options = list(CHANNEL_OPTIONS)
+    options = [*_keepalive(ping_timeout_seconds), *_CHANNEL_OPTIONS]
     if credentials is not None and security.tls_server_name:
         options.append(("grpc.ssl_target_name_override", security.tls_server_name))
     channel = (

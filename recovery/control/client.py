@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from protos.recovery.v1 import coordinator_pb2, coordinator_pb2_grpc
-from recovery.control.channel import open_channel
+from recovery.control.channel import PING_TIMEOUT_SECONDS, open_channel
 from recovery.control.key_value import RendezvousKeyValue
 from recovery.control.mailbox import Mailbox
 from recovery.control.rpc_errors import cause, told_failure
@@ -49,6 +49,7 @@ class ClientConfig:
         beat_seconds: A Beat is sent when nothing else was for so long; keeps proxies from closing the stream.
         silence_seconds: A stream on which nothing came for so long is given up. Zero: HTTP/2 keepalive alone decides,
             which is right unless a proxy answers the pings.
+        ping_timeout_seconds: How long the coordinator may leave a keepalive ping unanswered.
         first_backoff_seconds: Pause before the first attempt to reconnect; doubled after each that fails.
         max_backoff_seconds: The longest pause. Random between half and the whole of it.
         linger_seconds: How long ``close`` waits for the Goodbye to arrive.
@@ -57,6 +58,7 @@ class ClientConfig:
 
     beat_seconds: float = 2.0
     silence_seconds: float = 0.0
+    ping_timeout_seconds: float = PING_TIMEOUT_SECONDS
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     linger_seconds: float = 2.0
@@ -123,9 +125,7 @@ class CoordinatorClient:
         if self._threads or self._closing.is_set():
             raise MisuseError("the coordinator's client was started before")
         # Opened here for its checks as well: a configuration error belongs to the caller, not to a thread.
-        self._key_value = RendezvousKeyValue(
-            open_channel(self.address, self._security, what="the coordinator"), str(self.address)
-        )
+        self._key_value = RendezvousKeyValue(self._open_channel(), str(self.address))
         self._threads = [
             threading.Thread(target=self._stream_root, name="coordinator-stream", daemon=True),
             threading.Thread(target=self._dispatch_root, name="coordinator-dispatch", daemon=True),
@@ -245,6 +245,14 @@ class CoordinatorClient:
         if not self._threads:
             raise MisuseError("the coordinator's client is not started")
 
+    def _open_channel(self) -> grpc.Channel:
+        return open_channel(
+            self.address,
+            self._security,
+            what="the coordinator",
+            ping_timeout_seconds=self._config.ping_timeout_seconds,
+        )
+
     def _note(self, why: str) -> None:
         with self._changed:
             self._last_cause = why
@@ -274,7 +282,7 @@ class CoordinatorClient:
 
     def _attach_once(self) -> bool:
         """Make one attempt and stay as long as it lasts; True: it was welcomed."""
-        channel = open_channel(self.address, self._security, what="the coordinator")
+        channel = self._open_channel()
         try:
             outbox = _Outbox(self._hello(), self._config)
             call: Any = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(outbox)

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
-from recovery.control.channel import SERVER_OPTIONS
+from recovery.control.channel import server_options
 from recovery.control.conversation import StreamConversation
 from recovery.control.peer_client import MAX_PROBE_BYTES, Conversation, ProbeResult, dial, probe, probe_any
 from recovery.control.rpc_errors import abort_details
@@ -115,7 +115,7 @@ class PeerServer:
         server = grpc.server(
             self._executor,
             interceptors=[RequireToken(token)] if token else [],
-            options=SERVER_OPTIONS,
+            options=server_options(),
             # A call that finds no thread is refused instead of waiting in silence.
             maximum_concurrent_rpcs=self._max_conversations + _PROBE_THREADS,
         )
@@ -177,7 +177,7 @@ class _PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, DonorConversation] = {}
-        self._threads: dict[threading.Thread, None] = {}
+        self._threads: list[threading.Thread] = []
         self._closing = False
 
     def Converse(self, request_iterator: Any, context: Any) -> Iterator[peer_pb2.DonorLetter]:
@@ -251,17 +251,12 @@ class _PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return number
 
     def _spawn(self, name: str, run: Callable[[], None]) -> None:
-        def root() -> None:
-            try:
-                run()
-            finally:
-                with self._lock:
-                    self._threads.pop(threading.current_thread(), None)
-
-        thread = threading.Thread(target=root, name=name, daemon=True)
+        thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
-            self._threads[thread] = None
-        thread.start()
+            # Those that ended need no joining; done here, so that the list is as long as there are conversations.
+            self._threads = [known for known in self._threads if known.is_alive()]
+            self._threads.append(thread)
+            thread.start()
 
     @staticmethod
     def _read(request_iterator: Iterator[peer_pb2.JoinerLetter], conversation: DonorConversation) -> None:

@@ -12,6 +12,7 @@ import grpc
 
 from protos.recovery.v1 import rendezvous_pb2, rendezvous_pb2_grpc
 from recovery.clock import Clock
+from recovery.control.channel import MAX_MESSAGE_BYTES
 from recovery.control.rpc_errors import abort_details
 from recovery.control.wire import seconds
 from recovery.errors import BadConfiguration, DonorBusy, PeerUnreachable, RecoveryError
@@ -240,7 +241,13 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServicer):
             await context.abort(code, details, trailing)
         if request.only_wait:
             return rendezvous_pb2.GetResponse(missing=missing)
-        return rendezvous_pb2.GetResponse(values=[values.get(key, b"") for key in request.keys], missing=missing)
+        response = rendezvous_pb2.GetResponse(values=[values.get(key, b"") for key in request.keys], missing=missing)
+        if response.ByteSize() > MAX_MESSAGE_BYTES:
+            keys = len(request.keys)
+            return await _abort(
+                context, DonorBusy(f"the values of {keys} keys are too long for one answer: ask for fewer")
+            )
+        return response
 
     async def Add(self, request: rendezvous_pb2.AddRequest, context: Any) -> Any:
         total = await _told(context, lambda: self._table.add(request.scope, request.key, request.amount))

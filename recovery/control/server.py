@@ -31,7 +31,7 @@ from protos.recovery.v1 import (
     rendezvous_pb2_grpc,
 )
 from recovery.clock import Clock, SystemClock
-from recovery.control.channel import SERVER_OPTIONS
+from recovery.control.channel import PING_TIMEOUT_SECONDS, server_options
 from recovery.control.history import History
 from recovery.control.owner import Machine, RunOwner, spawn
 from recovery.control.policy import RunPolicy
@@ -47,6 +47,8 @@ from recovery.types import Address
 logger = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 30.0
+MAX_CALLS = 16_384
+"""Streams, requests and waits at once; more are refused."""
 GRACE_SECONDS = 1.0
 
 _SERVICES = tuple(
@@ -71,6 +73,8 @@ class CoordinatorConfig:
             history by accident.
         port_file: Where the address is written once the server listens; None: nowhere.
         security: Equal to the workers' and operators'.
+        ping_timeout_seconds: How long a worker may leave a keepalive ping unanswered; it is lost about two seconds
+            later. Raise it where transfers saturate the workers' links.
         silence_seconds: A stream on which nothing came for so long counts as lost; zero: HTTP/2 keepalive decides.
         rendezvous: Caps of the key-value store.
     """
@@ -81,10 +85,13 @@ class CoordinatorConfig:
     new_run: bool = False
     port_file: Path | None = None
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    ping_timeout_seconds: float = PING_TIMEOUT_SECONDS
     silence_seconds: float = 0.0
     rendezvous: RendezvousLimits = field(default_factory=RendezvousLimits)
 
     def __post_init__(self) -> None:
+        if not 0.1 <= self.ping_timeout_seconds <= 600:
+            raise BadConfiguration(f"ping_timeout_seconds is {self.ping_timeout_seconds}: take 0.1 to 600")
         if self.silence_seconds < 0:
             raise BadConfiguration(f"silence_seconds is {self.silence_seconds}: take zero or more")
 
@@ -134,7 +141,11 @@ class _Coordinator:
             self._clock,
             self._events,
         )
-        server = grpc.aio.server(interceptors=[RequireTokenAsync(token)] if token else [], options=list(SERVER_OPTIONS))
+        server = grpc.aio.server(
+            interceptors=[RequireTokenAsync(token)] if token else [],
+            options=server_options(config.ping_timeout_seconds),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(
             CoordinatorServicer(owner, policy.run_id, config.silence_seconds), server
         )

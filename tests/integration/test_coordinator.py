@@ -309,6 +309,43 @@ def test_a_restarted_worker_is_told_from_its_former_process(tmp_path: Path) -> N
                 assert (status.worker.incarnation, status.alive) == ("i2", True)
 
 
+BUSY_FORKS = """
+import multiprocessing, sys
+from recovery.control.client import CoordinatorClient
+from recovery.control.peer_client import probe
+from recovery.control.peer_service import PeerServer
+from recovery.control.security import SecurityConfig
+from tests.support.scripted_machine import hello
+
+context = multiprocessing.get_context("fork")
+client = CoordinatorClient(
+    sys.argv[1], SecurityConfig(), hello,
+    lambda message: None, lambda reason: print("detached", reason, flush=True),
+)
+with client, PeerServer("127.0.0.1", 0, lambda side: None, SecurityConfig()) as server:
+    client.wait_attached(30)
+    for number in range(50):
+        children = [context.Process(target=sum, args=((1, 2),)) for _ in range(2)]
+        for child in children:
+            child.start()
+        probe(server.address, SecurityConfig())
+        for child in children:
+            child.join(20)
+            assert child.exitcode == 0, (number, child.exitcode)
+    client.key_value().set("scope", "key", b"value")
+    print("forked", client.attached, flush=True)
+"""
+
+
+def test_children_forked_beside_live_streams_end_and_harm_nothing(tmp_path: Path) -> None:
+    """grpc/grpc#32992, dlrover#405: data loader workers forked from a process that uses gRPC crash or never end."""
+    machine = ScriptedMachine()
+    with coordinator(tmp_path, machine) as server, ChildProcess(["-c", BUSY_FORKS, str(server.address)]) as process:
+        assert process.line("forked", 100) == "forked True"
+        assert process.wait() == 0
+    assert sum(isinstance(event, Attached) for event in machine.inputs) == 1
+
+
 # Strangers
 
 

@@ -189,6 +189,15 @@ def test_a_value_over_the_cap_is_refused_by_name(key_value: KeyValue) -> None:
         key_value.set("s", "a", bytes(64 * 1024 + 1))
 
 
+def test_values_that_are_too_long_together_are_asked_for_in_parts(key_value: KeyValue) -> None:
+    keys = [str(number) for number in range(40)]
+    for key in keys:
+        key_value.set("s", key, bytes(64 * 1024))
+    with pytest.raises(DonorBusy, match="40 keys are too long for one answer"):
+        key_value.get("s", keys, 1)
+    assert len(key_value.get("s", keys[:20], 1)) == 20
+
+
 def test_many_groups_meet_at_once_over_one_client(key_value: KeyValue) -> None:
     """64 groups of two, all waiting at the same time: a client whose waits hold a lock would never end."""
     ranks = 128
