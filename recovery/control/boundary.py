@@ -85,7 +85,7 @@ class BoundaryDesk:
         run, record = self._run, self._run.record
         if run.beginning is not None or member.standing is Standing.JOINING or member.why == "resync":
             return False
-        if version < member.held:
+        if version < member.held or (member.standing is Standing.APPLYING and version < record.committed):
             return False  # said before it moved on
         if version != record.committed:
             member.held, member.fingerprint = version, fingerprint

@@ -160,10 +160,14 @@ def _numerics_remedy(numerics_id: str) -> str:
     )
 
 
-def is_foreign(record: HistoryRecord, held: Version) -> bool:
+def is_foreign(record: HistoryRecord, held: Version, voter: Voter) -> bool:
     """Return whether ``held`` is a version that this coordinator's history cannot contain."""
     if held == NO_VERSION:
         return False
+    if record.sealed == NO_VERSION:
+        # Only who was told to begin a lineage, and whose report was not sealed, can hold anything of it.
+        begun = record.begun(held.lineage)
+        return begun is None or (begun.worker_id, begun.incarnation) != voter or begun.version != held
     return held.lineage > record.newest_lineage or (
         held.lineage == record.committed.lineage and held > record.committed
     )
@@ -185,7 +189,7 @@ def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, un
     behind = "fresh" if held == NO_VERSION else "behind"
     if member.voter == beginning:
         return Standing.ORIGIN, ""
-    if is_foreign(record, held):
+    if is_foreign(record, held, member.voter):
         return Standing.FOREIGN, ""
     if beginning is not None:
         return Standing.QUEUED, behind

@@ -330,6 +330,7 @@ class SuccessionDesk:
 
     def _ask(self, member: Member, reason: str, newest: Version) -> None:
         member.asked_for_checkpoint_at = self._run.now
+        member.last_no_donor = None  # the same question again wants an answer again
         message = coordinator_pb2.NoDonor(reason=reason, expected=True, resume_from_disk=True)
         message.retry_after.CopyFrom(duration(self._run.policy.retry_after_seconds))
         if newest != NO_VERSION:
@@ -344,8 +345,10 @@ class SuccessionDesk:
         version = from_proto(message.version)
         known = record.seals.get(version)
         wish = self._wish
-        if message.HasField("failure") or known != message.fingerprint or not record.on_path(version):
+        if message.HasField("failure"):
             member.has_no_checkpoint = True
+        elif known != message.fingerprint or not record.on_path(version):
+            self._ask_for_older(member, version)
         elif wish is not None and version == wish.version:
             self._wish = None
             member.held, member.fingerprint = version, message.fingerprint
@@ -358,6 +361,15 @@ class SuccessionDesk:
             # What it offers does not make it a holder of the history: only the new lineage's seal does.
             self._offers[member.voter] = message
         return True
+
+    def _ask_for_older(self, member: Member, refused: Version) -> None:
+        """What a member offered is not of this history (a step left behind, or never sealed): an older one may be."""
+        record = self._run.record
+        older = [version for version in record.seals if version < refused and record.on_path(version)]
+        if self._wish is not None or not older:
+            member.has_no_checkpoint = True
+            return
+        self._ask(member, f"the checkpoint of {refused} is not of this run's history", max(older))
 
     def _forget_offers(self) -> None:
         self._offers.clear()

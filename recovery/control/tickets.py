@@ -90,6 +90,9 @@ class TicketDesk:
                 run.rates[member.worker_id, rate.worker_id] = rate.bytes_per_second
         attempt = (message.transfer_id, message.attempt)
         transfer = member.transfer
+        if not message.transfer_id and member.standing in (Standing.JOINING, Standing.QUEUED, Standing.IDLE):
+            self._late_offer(member, message)
+            return
         if transfer is None or member.standing is not Standing.JOINING or attempt in member.ended_attempts:
             return
         if attempt != (transfer.transfer_id, transfer.attempt):
@@ -118,6 +121,15 @@ class TicketDesk:
             self._failed(member, transfer, message.failure.next_action)
         else:
             self._succeeded(member, transfer, tried)
+
+    def _late_offer(self, member: Member, message: coordinator_pb2.RecoveryReport) -> None:
+        """It turned to a checkpoint because nobody else was there; now somebody is."""
+        run = self._run
+        run.end_attempt(member)
+        if not message.HasField("failure"):
+            member.held, member.fingerprint = from_proto(message.version), message.fingerprint
+        member.last_no_donor = None
+        member.stand(Standing.QUEUED, run.now, member.why or ("fresh" if member.held == NO_VERSION else "behind"))
 
     def _late_success(self, member: Member, message: coordinator_pb2.RecoveryReport) -> None:
         """An attempt succeeded while a newer ticket was under way, as after the coordinator's restart."""

@@ -200,7 +200,7 @@ class Process:
 
     def offer(self) -> None:
         checkpoints = self.world.checkpoints_of(self.name)
-        wanted = [c for c in checkpoints if self.resume_at in (NO_VERSION, c[0])]
+        wanted = [c for c in checkpoints if self.resume_at == NO_VERSION or c[0] <= self.resume_at]
         report = coordinator_pb2.RecoveryReport(source=coordinator_pb2.RECOVERY_SOURCE_DISK)
         if not wanted:
             report.failure.next_action = common_pb2.NEXT_ACTION_NEXT_SOURCE
@@ -279,7 +279,8 @@ class Process:
             self.world.save(self, shared=False)
 
     def _saver(self, message: coordinator_pb2.SaverAssignment) -> None:
-        if from_proto(message.version) == self.held:
+        # A saver digests what it writes: memory that a fault wrote does not pass for the sealed state.
+        if from_proto(message.version) == self.held and self.value not in self.world.oracle.tainted:
             self.world.save(self, shared=True)
 
     def _rejected(self, message: coordinator_pb2.Rejected) -> None:
