@@ -1,99 +1,30 @@
-"""Digests of chunks and tensors, the fingerprint of the replicated parts, the id of the software that computed them.
-
-Hashing releases the GIL, so a digest pass beside training costs memory bandwidth only. Loops over many small tensors
-give the GIL away every few hundred steps: a training thread would otherwise wait a whole switch interval for it.
-"""
+"""The fingerprint of the replicated parts, and the id of the software that computed them; digests of their bytes."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import blake3
 import torch
-import xxhash
 
 from protos.recovery.v1 import manifest_pb2
 from recovery.errors import MisuseError, StateMismatch, UnsupportedLeaf
-from recovery.state.chunks import CHUNK_BYTES, PartBytes, chunk_ranges
+from recovery.state.chunks import PartBytes
+from recovery.state.hashing import BLOCK_BYTES as BLOCK_BYTES
+from recovery.state.hashing import HASHES, block_digests
+from recovery.state.hashing import PartDigests as PartDigests
+from recovery.state.hashing import chunk_digest as chunk_digest
+from recovery.state.hashing import digest_part as digest_part
+from recovery.state.hashing import digest_part_and_blocks as digest_part_and_blocks
+from recovery.state.hashing import part_digests as part_digests
 from recovery.state.leaf import ITEM_BYTES, TensorKind
 from recovery.state.manifest import DIGEST_BYTES as DIGEST_BYTES
 from recovery.state.manifest import TensorSpec
 from recovery.state.tree import MAPPING_KINDS, SEQUENCE_KINDS
-from recovery.types import MIB, DigestAlgorithm, Fingerprint, NumericsId
-
-BLOCK_BYTES = MIB
-"""Fingerprints hash global tensors in blocks of this size."""
-_GIL_SHARE = 256
-"""Small tensors hashed between two offers of the GIL: about a tenth of a millisecond."""
-
-
-def chunk_digest(algorithm: DigestAlgorithm, data: torch.Tensor) -> bytes:
-    """Return the digest of a 1-d contiguous uint8 CPU tensor; other threads run meanwhile."""
-    return _HASHES[algorithm](data.numpy())
-
-
-def blake3_digest(data: bytes) -> bytes:
-    """Return the BLAKE3 digest of ``data``, 32 bytes."""
-    return blake3.blake3(data).digest()
-
-
-def _xxh3(data: object) -> bytes:
-    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
-
-
-def _blake3(data: object) -> bytes:
-    return blake3.blake3(data).digest()  # type: ignore[arg-type]
-
-
-_HASHES: dict[DigestAlgorithm, Callable[[object], bytes]] = {
-    DigestAlgorithm.XXH3_128: _xxh3,
-    DigestAlgorithm.BLAKE3: _blake3,
-}
-
-
-class PartDigests(NamedTuple):
-    """``chunks``: one a chunk. ``tensors``: one a tensor; empty where the tensor does not share a chunk."""
-
-    chunks: list[bytes]
-    tensors: list[bytes]
-
-
-def digest_part(part_bytes: PartBytes, algorithm: DigestAlgorithm) -> PartDigests:
-    """Return the digests of a part's chunks, and those of the tensors that share a chunk with others, in one pass."""
-    digest = _HASHES[algorithm]
-    chunks: list[bytes] = []
-    tensors = [b""] * part_bytes.num_tensors
-    for offset, num_bytes in chunk_ranges(part_bytes.tensor_num_bytes):
-        data = part_bytes.read(offset, num_bytes)
-        chunks.append(digest(data.numpy()))
-        sharing = sharing_tensors(part_bytes, offset, num_bytes)
-        if sharing:
-            raw = data.numpy().data
-            for count, (index, start, size) in enumerate(sharing):
-                tensors[index] = digest(raw[start - offset : start - offset + size])
-                if count % _GIL_SHARE == _GIL_SHARE - 1:
-                    time.sleep(0)
-    return PartDigests(chunks, tensors)
-
-
-def part_digests(part_bytes: PartBytes, algorithm: DigestAlgorithm) -> list[bytes]:
-    """Return the digest of every chunk of a part, in order."""
-    digest = _HASHES[algorithm]
-    return [
-        digest(part_bytes.read(offset, num_bytes).numpy())
-        for offset, num_bytes in chunk_ranges(part_bytes.tensor_num_bytes)
-    ]
-
-
-def sharing_tensors(part_bytes: PartBytes, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
-    """Return (index, offset, bytes) of the tensors with bytes in a chunk if it has several, else nothing."""
-    found = [(index, *part_bytes.tensor_range(index)) for index in part_bytes.tensors_in(offset, num_bytes)]
-    found = [entry for entry in found if entry[2]]
-    return found if len(found) > 1 else []
+from recovery.types import DigestAlgorithm, Fingerprint, NumericsId
 
 
 class FingerprintPart(Protocol):
@@ -109,17 +40,27 @@ class FingerprintPart(Protocol):
     def bytes(self) -> PartBytes: ...
 
 
-def fingerprint(parts: Iterable[FingerprintPart], algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> Fingerprint:
+def fingerprint(
+    parts: Iterable[FingerprintPart],
+    algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
+    known: Mapping[str, Sequence[bytes]] | None = None,
+) -> Fingerprint:
     """Return one digest over the values of ``parts``: BLAKE3 over names, structure, scalars, dtypes, global shapes and
     the digests of 1 MiB blocks of tensors.
 
     Equal for equal values whatever the order of parts and of dict entries, and whatever strides, devices, parameter or
     tensor, tied or not, sharded over one rank or not at all; any other bit, name, shape, dtype or scalar changes it.
 
+    Args:
+        parts: In any order.
+        algorithm: Digest of the blocks.
+        known: By part name, what ``digest_part_and_blocks`` found with ``algorithm`` in the same memory; that memory is
+            not read again.
+
     Raises:
         MisuseError: a tensor is a shard of a larger one: combine the ranks' ``partial_fingerprint``.
     """
-    return combine_fingerprints([partial_fingerprint(parts, algorithm)])
+    return combine_fingerprints([partial_fingerprint(parts, algorithm, known)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +94,9 @@ class PartialFingerprint:
 
 
 def partial_fingerprint(
-    parts: Iterable[FingerprintPart], algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    parts: Iterable[FingerprintPart],
+    algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
+    known: Mapping[str, Sequence[bytes]] | None = None,
 ) -> PartialFingerprint:
     """Return what this local rank contributes.
 
@@ -163,7 +106,8 @@ def partial_fingerprint(
     Raises:
         UnsupportedLeaf: a DTensor with a pending reduction: its value is on no rank.
     """
-    return PartialFingerprint(algorithm=algorithm, parts=tuple(_partial_part(part, algorithm) for part in parts))
+    found = [_partial_part(part, algorithm, (known or {}).get(part.name)) for part in parts]
+    return PartialFingerprint(algorithm=algorithm, parts=tuple(found))
 
 
 def combine_fingerprints(ranks: Sequence[PartialFingerprint]) -> Fingerprint:
@@ -206,7 +150,7 @@ def _root_digest(ranks: Sequence[PartialPart], algorithm: DigestAlgorithm) -> by
 
 def _merged(name: str, index: int, views: Sequence[bytes | TensorBlocks], algorithm: DigestAlgorithm) -> bytes:
     """Return the digest over the blocks of one tensor, put together from what each rank holds of it."""
-    digest = _HASHES[algorithm]
+    digest = HASHES[algorithm]
     where = f"part {name!r}, tensor {index}"
     whole = {view for view in views if isinstance(view, bytes)}
     spread = [view for view in views if isinstance(view, TensorBlocks)]
@@ -247,9 +191,11 @@ def _merged(name: str, index: int, views: Sequence[bytes | TensorBlocks], algori
     return merged
 
 
-def _partial_part(part: FingerprintPart, algorithm: DigestAlgorithm) -> PartialPart:
+def _partial_part(part: FingerprintPart, algorithm: DigestAlgorithm, known: Sequence[bytes] | None) -> PartialPart:
     specs, part_bytes = part.specs, part.bytes
-    tensors: list[bytes | TensorBlocks] = list(_whole_tensors(part_bytes, algorithm))
+    if known is not None and len(known) != len(specs):
+        raise MisuseError(f"part {part.name!r}: {len(known)} known digests for {len(specs)} tensors")
+    tensors: list[bytes | TensorBlocks] = list(block_digests(part_bytes, algorithm) if known is None else known)
     for index, spec in enumerate(specs):
         if spec.shard is None:
             continue
@@ -265,34 +211,9 @@ def _partial_part(part: FingerprintPart, algorithm: DigestAlgorithm) -> PartialP
     return PartialPart(name=part.name, tree=part.tree, heads=tuple(heads), tensors=tuple(tensors))
 
 
-def _whole_tensors(part_bytes: PartBytes, algorithm: DigestAlgorithm) -> list[bytes]:
-    """Return for each tensor the digest over the digests of its blocks."""
-    digest = _HASHES[algorithm]
-    over = blake3.blake3
-    blocks: list[bytes] = []
-    found = [over(b"").digest()] * part_bytes.num_tensors
-    for offset, num_bytes in chunk_ranges(part_bytes.tensor_num_bytes):
-        raw = part_bytes.read(offset, num_bytes).numpy().data
-        for count, index in enumerate(part_bytes.tensors_in(offset, num_bytes)):
-            start, size = part_bytes.tensor_range(index)
-            if not size:
-                continue
-            inside = raw if size >= CHUNK_BYTES else raw[start - offset : start - offset + size]
-            if len(inside) <= BLOCK_BYTES:
-                blocks.append(digest(inside))
-            else:
-                blocks += [digest(inside[at : at + BLOCK_BYTES]) for at in range(0, len(inside), BLOCK_BYTES)]
-            if offset + num_bytes >= start + size:  # the tensor's last chunk
-                found[index] = over(b"".join(blocks)).digest()
-                blocks.clear()
-            if count % _GIL_SHARE == _GIL_SHARE - 1:
-                time.sleep(0)
-    return found
-
-
 def _blocks_of(spec: TensorSpec, part_bytes: PartBytes, algorithm: DigestAlgorithm) -> TensorBlocks:
     assert spec.shard is not None
-    digest = _HASHES[algorithm]
+    digest = HASHES[algorithm]
     whole = spec.shard.global_shape
     item = ITEM_BYTES[spec.dtype]
     blocks: dict[int, bytes] = {}

@@ -26,6 +26,7 @@ from recovery.state.digest import (
     chunk_digest,
     combine_fingerprints,
     digest_part,
+    digest_part_and_blocks,
     fingerprint,
     numerics_id,
     part_digests,
@@ -158,6 +159,19 @@ class TestFingerprint:
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": "5"}, capture_output=True, text=True, check=True
         )
         assert run.stdout.strip() == of({"n": [1, 2.5], "a": {None, 1, "x", "y"}, "b": torch.arange(9.0)}).hex()
+
+    @pytest.mark.parametrize("algorithm", [XXH3, BLAKE3])
+    def test_one_pass_over_memory_serves_chunks_and_fingerprint(self, algorithm: DigestAlgorithm) -> None:
+        part = part_of(
+            "p", [torch.randn(5), torch.empty(0), torch.randn(3_000_000), torch.randn(400_000), torch.ones(1)]
+        )
+        for block_algorithm in (XXH3, BLAKE3):
+            digests, blocks = digest_part_and_blocks(part.bytes, algorithm, block_algorithm)
+            assert digests == digest_part(part.bytes, algorithm)
+            assert fingerprint([part], block_algorithm, {"p": blocks}) == fingerprint([part], block_algorithm)
+            assert fingerprint([part], block_algorithm, {"p": [b"x" * 32] * 5}) != fingerprint([part], block_algorithm)
+        with pytest.raises(MisuseError, match="3 known digests for 5 tensors"):
+            fingerprint([part], known={"p": [b""] * 3})
 
     def test_equal_names_are_refused(self) -> None:
         with pytest.raises(MisuseError, match="equal names"):
