@@ -118,7 +118,9 @@ def drain(
 def cancel(
     client: OperatorClient,
     output: Output,
-    transfer: Annotated[str, typer.Argument(metavar="TRANSFER", help="The transfer's id, as `status` shows it.")],
+    transfer: Annotated[
+        str, typer.Argument(metavar="TRANSFER", help="The transfer's id, as `recovery watch` shows it.")
+    ],
     *,
     timeout: Timeout = ANSWER_SECONDS,
     request_id: RequestId = "",

@@ -182,6 +182,11 @@ class RunOwner:
             self._inputs.append(Detached(stream.worker, reason))
             self._arrived.set()
 
+    def end_streams(self, reason: str) -> None:
+        """End every worker's stream after what it was told; for the coordinator's own end."""
+        for stream in self._streams.values():
+            stream.end(reason)
+
     async def operate(self, request_id: str, request: OperationRequest) -> Message | RecoveryError:
         """Return the answer to an operator's request; the same id again gets the same answer, without a second act."""
         known = self._answers.get(request_id)

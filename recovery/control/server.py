@@ -50,6 +50,7 @@ EXPIRY_SECONDS = 30.0
 MAX_CALLS = 16_384
 """Streams, requests and waits at once; more are refused."""
 GRACE_SECONDS = 1.0
+"""For answers under way when the coordinator ends; requests that nobody answers any more are cut off."""
 
 _SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -111,6 +112,7 @@ class _Coordinator:
         self._clock = clock
         self._make_machine = make_machine
         self._history = History(config.state_dir)
+        self._owner: RunOwner | None = None
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,7 +136,7 @@ class _Coordinator:
         if not policy.ticket_secret:
             policy = dataclasses.replace(policy, ticket_secret=secrets.token_bytes(32))
         table = RendezvousTable(self._clock, config.rendezvous)
-        owner = RunOwner(
+        self._owner = owner = RunOwner(
             self._make_machine(policy, record, self._clock.wall() - self._clock.monotonic()),
             self._history.apply,
             table.end,
@@ -184,17 +186,19 @@ class _Coordinator:
             stop.cancel()
 
     async def stop(self) -> None:
-        """End the server, then the owner, then the history; twice without harm."""
+        """End the owner, then the streams and the server, then the history; twice without harm."""
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
-        if self._server is not None:
-            # Streams of workers never end by themselves: the grace is for requests that are just being answered.
-            await self._server.stop(GRACE_SECONDS if self._tasks and not self._tasks[0].done() else None)
+        # The owner first: workers that are sent away because the coordinator ends are not lost to the run.
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             with suppress(asyncio.CancelledError, Exception):  # raised by wait() already, if it was an error
                 await task
+        if self._owner is not None:
+            self._owner.end_streams("the coordinator is ending")
+        if self._server is not None:
+            await self._server.stop(GRACE_SECONDS)
         self._history.close()
 
 

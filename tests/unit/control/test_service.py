@@ -453,6 +453,18 @@ def test_life_is_start_and_stop_once(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_a_coordinator_that_ends_loses_no_worker(tmp_path: Path) -> None:
+    """Its streams end because it ends: the machine must not decide anything from that any more."""
+    machine = ScriptedMachine()
+    with coordinator(tmp_path, machine) as server:
+        worker = RecordingClient(server.address)
+        worker.client.start()
+        worker.client.wait_attached(30)
+    assert worker.wait_detached() == "the coordinator ended the stream"
+    assert not any(isinstance(event, Detached) for event in machine.inputs)
+    worker.client.close()
+
+
 def test_the_port_file_holds_the_whole_address(tmp_path: Path) -> None:
     config = CoordinatorConfig(
         policy=RunPolicy(run_id=RUN),
