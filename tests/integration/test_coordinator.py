@@ -23,7 +23,9 @@ from recovery.control.peer_client import dial, probe
 from recovery.control.peer_service import DonorConversation, PeerServer
 from recovery.errors import CoordinatorUnreachable, DonorLost
 from recovery.types import MIB, Address
+from tests.support.certificates import Authority
 from tests.support.coordinators import PLAIN, RUN, RecordingClient, coordinator
+from tests.support.cut_proxy import CutProxy
 from tests.support.processes import ChildProcess
 from tests.support.scripted_machine import ScriptedMachine
 
@@ -198,6 +200,36 @@ def test_a_folder_without_history_is_never_made_one_by_accident(tmp_path: Path) 
         assert "--new-run" in process.errors
 
 
+def test_a_token_guards_the_process(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("the-token-of-this-run\n")
+    with CoordinatorProcess(tmp_path, "--token-file", str(token_file)) as process:
+        status = ["status", "--coordinator", str(process.address)]
+        with command(*status) as refused:
+            assert refused.wait() == 1
+            assert refused.errors.startswith("error: the token is missing or wrong")
+            assert refused.errors.count("\n") == 1
+        with command(*status, "--token-file", str(token_file)) as admitted:
+            assert admitted.wait() == 0
+        with ChildProcess(
+            ["-m", "recovery.cli.main", *status], {"RECOVERY_TOKEN": "the-token-of-this-run"}
+        ) as admitted:
+            assert admitted.wait() == 0
+
+
+def test_mutual_tls_by_the_command_lines_options(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    (certificate, key), (own_certificate, own_key) = authority.issue("coordinator"), authority.issue("operator")
+    trust = ["--authority", str(authority.certificate_file)]
+    with CoordinatorProcess(tmp_path, "--certificate", certificate, "--key", key, *trust) as process:
+        status = ["status", "--coordinator", str(process.address), *trust]
+        with command(*status, "--certificate", own_certificate, "--key", own_key) as admitted:
+            assert admitted.wait() == 0
+        with command(*status, "--timeout", "5") as refused:
+            assert refused.wait() == 1
+            assert refused.errors.count("\n") == 1
+
+
 def test_watch_ends_on_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as process,
@@ -294,6 +326,24 @@ def test_a_worker_that_holds_the_interpreters_lock_keeps_its_lease(tmp_path: Pat
         machine.wait_for(lambda event: isinstance(event, Received) and event.message.vote.epoch == 7)
         assert not any(isinstance(event, Detached) for event in machine.inputs)
         assert sum(isinstance(event, Attached) for event in machine.inputs) == 1
+
+
+def test_a_cut_path_is_noticed_by_both_ends_and_mended(tmp_path: Path) -> None:
+    """The connections stay open and bytes vanish: nothing but an unanswered ping tells."""
+    machine = ScriptedMachine()
+    with (
+        coordinator(tmp_path, machine) as server,
+        CutProxy(server.address) as proxy,
+        RecordingClient(proxy.address) as member,
+    ):
+        member.client.wait_attached(30)
+        proxy.cut()
+        machine.detached("w0", FOUND_SECONDS)
+        assert "stopped answering" in member.wait_detached()
+        assert proxy.swallowed > 0
+        proxy.mend()
+        member.wait_message("welcome", count=2)
+        assert machine.attached("w0", nth=2).incarnation == "i1"
 
 
 def test_a_restarted_worker_is_told_from_its_former_process(tmp_path: Path) -> None:
@@ -416,6 +466,22 @@ def test_a_lost_joiner_ends_the_donors_conversation(fault: str) -> None:
         getattr(process, fault)()
         with pytest.raises(DonorLost, match="joiner at"):
             assert side.receive(FOUND_SECONDS) is not None, "the loss was not noticed"
+
+
+def test_a_cut_path_ends_a_conversation_on_both_sides() -> None:
+    conversations: queue.SimpleQueue[DonorConversation] = queue.SimpleQueue()
+    with PeerServer("127.0.0.1", 0, conversations.put, PLAIN) as server, CutProxy(server.address) as proxy:
+        joiner = dial([proxy.address], PLAIN)
+        joiner.send(pull(1))
+        side = conversations.get(timeout=30)
+        assert side.receive(30) == pull(1)
+        proxy.cut()
+        with pytest.raises(DonorLost, match=r"donor at .* is lost"):
+            assert joiner.receive(FOUND_SECONDS) is not None, "the loss was not noticed"
+        with pytest.raises(DonorLost, match="joiner at"):
+            assert side.receive(FOUND_SECONDS) is not None, "the loss was not noticed"
+        assert proxy.swallowed > 0
+        joiner.close("")
 
 
 def test_one_lost_conversation_does_not_touch_another(donor: tuple[ChildProcess, Address]) -> None:
