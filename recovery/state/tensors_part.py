@@ -35,7 +35,7 @@ class TensorsPart(Part):
         for key, tensor in first.items():
             if key not in second or (tensor.numel() and tie_key(tensor) != tie_key(second[key])):
                 raise BadConfiguration(
-                    f"{name}/{key}: the function returns another tensor at each call, and what restoring writes into it "
+                    f"{name}/{key}: the function returns another tensor at each call, and what is written into it "
                     "would be lost: return the tensors themselves"
                 )
 

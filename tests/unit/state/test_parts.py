@@ -1,0 +1,396 @@
+"""A worker's state is read as named parts, for each way in which DiLoCo is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+from recovery.errors import BadConfiguration, MisuseError, UnsupportedLeaf
+from recovery.state import Fragment, WorkerState, fingerprint
+from recovery.state.manifest import TensorKind
+from recovery.types import PartClass, PartName
+from tests.support import zoo_models as models
+from tests.support.state_lab import contents, describe_state, same_bits
+from tests.support.zoo import Case, Worker
+from tests.support.zoo_cases import one
+
+ADAMW = one(optim.AdamW, lr=1e-2)
+OUTER = PartName("outer_params")
+INNER = PartName("inner_optimizer")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def full_state() -> WorkerState:
+    net = models.mlp()
+    inner = optim.AdamW(net.parameters())
+    copies = [nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    return WorkerState(
+        live=net,
+        outer_params=copies,
+        outer_optimizer=optim.SGD(copies, lr=0.7),
+        inner_optimizer=inner,
+        scheduler=lr_scheduler.StepLR(inner, 3),
+    )
+
+
+def test_built_in_parts_in_order_with_their_classes() -> None:
+    state = full_state()
+    replicated, copied = PartClass.REPLICATED, PartClass.PRIVATE_COPIED
+    assert {name: state.part_class(name) for name in state.part_names} == {
+        "outer_params": replicated,
+        "outer_optimizer": replicated,
+        "run_progress": replicated,
+        "inner_optimizer": copied,
+        "scheduler": copied,
+        "local_progress": copied,
+        "buffers": copied,
+    }
+    assert state.replicated_names == ["outer_params", "outer_optimizer", "run_progress"]
+    assert state.private_copied_names == ["inner_optimizer", "scheduler", "local_progress", "buffers"]
+    assert state.private_kept_names == []
+    assert [name for name in state.part_names if state.changes_in_forward(name)] == ["buffers"]
+
+
+def test_a_sequence_is_named_by_the_live_module() -> None:
+    state = full_state()
+    part = state.read_part(OUTER)
+    assert [spec.path for spec in part.specs] == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"
+    ]  # fmt: skip
+    assert all(spec.kind is TensorKind.PARAMETER and spec.requires_grad for spec in part.specs)
+
+
+def test_optimizer_state_is_keyed_by_parameter_name_live_and_offloaded() -> None:
+    worker = Worker(Case("x", ADAMW), 0)
+    worker.train(1)
+    for part in ("inner_optimizer", "outer_optimizer"):
+        names = [spec.path.split("/")[1] for spec in worker.state.read_part(PartName(part)).specs]
+        assert names[0] == "0.weight" and set(names) == {name for name, _ in worker.live.named_parameters()}
+
+
+def test_an_unnamed_parameter_is_named_by_its_place_or_by_the_optimizers_own_names() -> None:
+    flat = nn.Parameter(torch.zeros(3))
+    flat.grad = torch.ones(3)
+    plain = optim.SGD([flat], lr=1.0, momentum=0.9)
+    named = optim.SGD([("flat", flat)], lr=1.0, momentum=0.9)
+    for optimizer, name in ((plain, "group0.0"), (named, "flat")):
+        optimizer.step()
+        state = WorkerState(outer_params={"w": torch.zeros(3)}, outer_optimizer=optimizer)
+        paths = [spec.path for spec in state.read_part(PartName("outer_optimizer")).specs]
+        assert paths == [f"state/{name}/momentum_buffer"]
+
+
+def test_two_parameters_that_share_a_name_are_told_apart() -> None:
+    net = nn.Linear(2, 2)
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in net.named_parameters()}
+    both = optim.SGD([*net.parameters(), *copies.values()], lr=1.0)
+    state = WorkerState(live=net, outer_params=copies, inner_optimizer=both)
+    tree = state.part(INNER).read()
+    assert isinstance(tree, dict)
+    assert tree["param_groups"][0]["params"] == ["weight", "bias", "group0.2", "group0.3"]
+
+
+def test_a_list_that_fits_neither_count_is_refused_with_both_counts() -> None:
+    net = models.frozen()
+    with pytest.raises(BadConfiguration, match="has 3 tensors, but live has 6 parameters, 4 of them trainable"):
+        WorkerState(live=net, outer_params=list(net.parameters())[:3])
+
+
+def test_a_list_in_another_order_is_refused() -> None:
+    net = models.mlp()
+    with pytest.raises(BadConfiguration, match=r"0\.weight: \(4,\) against \(8, 6\) in live"):
+        WorkerState(live=net, outer_params=list(net.parameters())[::-1])
+
+
+def test_a_list_needs_a_module_that_names_it() -> None:
+    with pytest.raises(BadConfiguration, match="give live="):
+        WorkerState(outer_params=[torch.zeros(2)])
+
+
+@pytest.mark.parametrize("make", [lambda n: n, lambda n: nn.ParameterList(n.parameters()), lambda n: n.parameters()])
+def test_modules_and_iterators_as_outer_parameters(make: object) -> None:
+    net, backup = models.mlp(), models.mlp()
+    assert callable(make)
+    state = WorkerState(live=net, outer_params=make(backup))
+    for _ in range(2):
+        assert list(state.read_outer_params()) == [name for name, _ in net.named_parameters()]
+        assert all(map(same_bits, state.read_outer_params().values(), backup.parameters()))
+
+
+def test_a_parameter_dict_keeps_its_names() -> None:
+    backup = nn.ParameterDict({"bias": torch.ones(2), "weight": torch.ones(2, 2)})
+    assert list(WorkerState(live=nn.Linear(2, 2), outer_params=backup).read_outer_params()) == ["bias", "weight"]
+
+
+def test_an_outer_parameter_that_live_does_not_have_is_named() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(BadConfiguration, match=r"'module\.weight' is no parameter of live, which has weight, bias"):
+        WorkerState(live=net, outer_params={"module.weight": net.weight})
+    with pytest.raises(BadConfiguration, match=r"'bias' is \[3\], live's is \[2\]"):
+        WorkerState(live=net, outer_params={"bias": torch.zeros(3)})
+
+
+def test_a_function_that_returns_copies_is_refused() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(BadConfiguration, match="outer_params/weight: the function returns another tensor at each call"):
+        WorkerState(live=net, outer_params=lambda: [p.detach().clone() for p in net.parameters()])
+
+
+def test_live_without_outer_parameters_is_refused() -> None:
+    with pytest.raises(BadConfiguration, match="nothing says what the model was at the last outer step"):
+        WorkerState(live=nn.Linear(2, 2))
+
+
+def test_getters_are_called_at_each_read() -> None:
+    tensors = [{"w": torch.zeros(2)}]
+    state = WorkerState(outer_params=lambda: tensors[0])
+    before = state.read_part(OUTER)
+    tensors[0] = {"w": torch.ones(2)}
+    assert torch.equal(state.read_part(OUTER).tensors[0], torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(before.tensors[0], torch.zeros(2))  # type: ignore[arg-type]
+
+
+def test_reading_refers_to_live_memory() -> None:
+    worker = Worker(Case("x", ADAMW), 0)
+    part = worker.state.read_part(OUTER)
+    assert [t.data_ptr() for t in part.tensors] == [  # type: ignore[union-attr]
+        t.data_ptr() for t in worker.state.read_outer_params().values()
+    ]
+
+
+def test_frozen_parameters_that_nobody_mirrors_are_a_replicated_part() -> None:
+    net = models.frozen()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    state = WorkerState(live=net, outer_params=[p.detach().clone() for p in trained])
+    assert state.part_class(PartName("frozen_params")) is PartClass.REPLICATED
+    assert [spec.path for spec in state.read_part(PartName("frozen_params")).specs] == ["0.weight", "0.bias"]
+
+
+def test_trained_parameters_that_nobody_mirrors_are_private() -> None:
+    net = models.mlp()
+    state = WorkerState(live=net, outer_params={"0.weight": net.get_parameter("0.weight").detach().clone()})
+    assert state.part_class(PartName("local_params")) is PartClass.PRIVATE_COPIED
+    assert len(state.read_part(PartName("local_params")).specs) == 5
+
+
+def test_fragments_are_one_part_of_parameters_and_an_optimizer_each() -> None:
+    worker = Worker(Case("x", ADAMW, style="fragments"), 0)
+    state = worker.state
+    assert [spec.path for spec in state.read_part(OUTER).specs] == [name for name, _ in worker.live.named_parameters()]
+    assert state.replicated_names == ["outer_params", "outer_optimizer.f0", "outer_optimizer.f1", "run_progress"]
+    assert len(state.outer_optimizers) == 2 and state.inner_optimizers == list(worker.inner.values())
+    assert state.part_class(PartName("live_params")) is PartClass.PRIVATE_COPIED
+
+
+def test_fragments_that_overlap_or_share_a_name_are_refused() -> None:
+    net = nn.Linear(2, 2)
+    weight, bias = {"weight": net.weight.detach().clone()}, {"bias": net.bias.detach().clone()}
+    with pytest.raises(BadConfiguration, match="parameter weight is in the fragments a and b"):
+        WorkerState(live=net, fragments=[Fragment("a", weight), Fragment("b", weight | bias)])
+    with pytest.raises(BadConfiguration, match="fragment names are not unique"):
+        WorkerState(live=net, fragments=[Fragment("a", weight), Fragment("a", bias)])
+    with pytest.raises(BadConfiguration, match="not both"):
+        WorkerState(live=net, outer_params=weight, fragments=[Fragment("a", bias)])
+
+
+def test_named_optimizers_and_schedulers_are_parts_of_their_own() -> None:
+    net = models.mlp()
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    rest = [p for p in net.parameters() if p.dim() != 2]
+    inner = {"muon": optim.Muon(matrices), "rest": optim.AdamW(rest)}
+    schedules = {name: lr_scheduler.ConstantLR(one) for name, one in inner.items()}
+    state = WorkerState(live=net, outer_params=net, inner_optimizer=inner, scheduler=schedules)
+    assert [name for name in state.private_copied_names if "." in name] == [
+        "inner_optimizer.muon", "inner_optimizer.rest", "scheduler.muon", "scheduler.rest"
+    ]  # fmt: skip
+
+
+def test_a_scheduler_of_the_outer_optimizer_is_replicated() -> None:
+    copies = {"w": nn.Parameter(torch.zeros(2))}
+    outer = optim.SGD(copies.values(), lr=0.7)
+    state = WorkerState(outer_params=copies, outer_optimizer=outer, scheduler=lr_scheduler.StepLR(outer, 3))
+    assert state.part_class(PartName("scheduler")) is PartClass.REPLICATED
+
+
+def test_buffers_can_be_left_out_replaced_or_replicated() -> None:
+    net = models.mlp()
+    assert "buffers" not in WorkerState(live=net, outer_params=net, buffers=None).part_names
+    own = WorkerState(live=net, outer_params=net, buffers={"one": torch.zeros(1)})
+    assert [spec.path for spec in own.read_part(PartName("buffers")).specs] == ["one"]
+    shared = WorkerState(live=net, outer_params=net, replicated_buffers=True)
+    assert shared.part_class(PartName("buffers")) is PartClass.REPLICATED
+    assert "buffers" not in WorkerState(live=nn.Linear(2, 2), outer_params=nn.Linear(2, 2)).part_names
+    with pytest.raises(BadConfiguration, match='give a mapping, a function, None or "auto"'):
+        WorkerState(live=net, outer_params=net, buffers="persistent")
+
+
+def test_extras_are_checked_when_they_are_added() -> None:
+    state = full_state()
+    state.add("ema", nn.Linear(2, 2), PartClass.PRIVATE_COPIED, changes_in_forward=True)
+    assert state.changes_in_forward(PartName("ema"))
+    with pytest.raises(BadConfiguration, match="two parts are named 'ema'"):
+        state.add("ema", nn.Linear(2, 2), PartClass.PRIVATE_COPIED)
+    with pytest.raises(BadConfiguration, match="part name 'a/b' is not usable"):
+        state.add("a/b", nn.Linear(2, 2), PartClass.PRIVATE_COPIED)
+    with pytest.raises(BadConfiguration, match="a int has no state_dict"):
+        state.add("number", 3, PartClass.PRIVATE_COPIED)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="no part 'other' is registered; there are: outer_params"):
+        state.read_part(PartName("other"))
+
+
+def test_what_cannot_travel_is_named_with_part_and_path() -> None:
+    state = full_state()
+    state.inner_optimizers[0].param_groups[0]["hook"] = lambda: None
+    with pytest.raises(UnsupportedLeaf, match="part 'inner_optimizer': param_groups/0/hook: a value of type function"):
+        state.read_part(INNER)
+
+
+def test_an_optimizer_that_keeps_state_elsewhere_is_refused() -> None:
+    class Wrapper(optim.SGD):
+        def state_dict(self) -> dict[str, object]:
+            return super().state_dict() | {"slow_weights": []}
+
+    net = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedLeaf, match=r"keeps state outside of state and param_groups \(\['slow_weights'\]\)"):
+        WorkerState(live=net, outer_params=net, inner_optimizer=Wrapper(net.parameters(), lr=1.0))
+
+
+def test_state_that_an_optimizer_keys_by_a_string_or_keeps_as_attributes_is_read() -> None:
+    class Odd(optim.SGD):
+        count = 0
+
+    net = nn.Linear(2, 2)
+    odd = Odd(net.parameters(), lr=1.0)
+    odd.state["shared"] = {"norm": torch.ones(1)}  # type: ignore[index]
+    odd.last_loss = 0.5  # type: ignore[attr-defined]
+    tree = WorkerState(live=net, outer_params=net, inner_optimizer=odd).part(INNER).read()
+    assert isinstance(tree, dict)
+    assert tree["other_state"] == {"shared": {"norm": torch.ones(1)}} and tree["attributes"] == {"last_loss": 0.5}
+    odd.state[3] = {}  # type: ignore[index]
+    with pytest.raises(UnsupportedLeaf, match="state is keyed by int 3"):
+        WorkerState(live=net, outer_params=net, inner_optimizer=odd).read_part(INNER)
+
+
+def test_only_optimizers_can_lose_state_on_purpose() -> None:
+    with pytest.raises(MisuseError, match="is no optimizer"):
+        full_state().expect_fewer_states(OUTER)
+
+
+def test_runtime_flags_are_part_of_nothing() -> None:
+    net = models.mlp()
+    plain = WorkerState(live=net, outer_params=net, inner_optimizer=optim.AdamW(net.parameters(), foreach=False))
+    fused = WorkerState(live=net, outer_params=net, inner_optimizer=optim.AdamW(net.parameters(), fused=True))
+    assert plain.layout_digest() == fused.layout_digest()
+    assert contents(plain, [INNER]) == contents(fused, [INNER])
+
+
+def test_an_empty_entry_of_state_is_no_state() -> None:
+    worker = Worker(Case("x", ADAMW), 0)
+    before = contents(worker.state)
+    for parameter in worker.live.parameters():
+        worker.inner["only"].state[parameter]  # a look makes an entry
+    assert contents(worker.state) == before
+
+
+class TestLayout:
+    """The layout's digest."""
+
+    def digest(self, **changes: object) -> bytes:
+        net = changes.pop("net", None) or models.mlp()
+        assert isinstance(net, nn.Module)
+        inner = changes.pop("inner", ADAMW)
+        assert callable(inner)
+        optimizer = inner(net)
+        schedule = changes.pop("schedule", lambda o: lr_scheduler.StepLR(o, 3))
+        assert callable(schedule)
+        outer = changes.pop("outer", lambda n: [p.detach().clone() for p in n.parameters()])
+        assert callable(outer)
+        state = WorkerState(
+            live=net,
+            outer_params=outer(net),
+            inner_optimizer=optimizer,
+            scheduler=schedule(optimizer),
+            **changes,  # type: ignore[arg-type]
+        )
+        return state.layout_digest()
+
+    def test_is_equal_whatever_the_values_and_the_age(self) -> None:
+        first, second = (Worker(Case("x", ADAMW), seed) for seed in (0, 1))
+        assert first.state.layout_digest() == second.state.layout_digest()
+        first.train(1)
+        assert first.state.layout_digest() == second.state.layout_digest()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            pytest.param({"net": nn.Linear(6, 8)}, id="model"),
+            pytest.param({"net": models.mlp().double()}, id="dtype"),
+            pytest.param({"inner": one(optim.Adam)}, id="optimizer"),
+            pytest.param({"inner": lambda net: optim.AdamW(list(net.parameters())[::-1])}, id="order"),
+            pytest.param({"inner": lambda net: optim.AdamW([{"params": [p]} for p in net.parameters()])}, id="groups"),
+            pytest.param({"schedule": lr_scheduler.ConstantLR}, id="scheduler"),
+            pytest.param({"schedule": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)])}, id="nest"),
+            pytest.param({"buffers": None}, id="buffers"),
+            pytest.param({"replicated_buffers": True}, id="class"),
+            pytest.param({"outer": lambda n: [p.detach().double() for p in n.parameters()]}, id="outer dtype"),
+        ],
+    )
+    def test_tells_workers_apart(self, changes: dict[str, object]) -> None:
+        outer = changes.get("outer")
+        held = outer(models.mlp()) if callable(outer) else None
+        assert self.digest(**(changes | ({"outer": lambda _: held} if held else {}))) != self.digest()
+
+    def test_tells_the_live_dtype_apart(self) -> None:
+        copies = [p.detach().clone() for p in models.mlp().parameters()]
+        digests = {self.digest(net=net, outer=lambda _: copies) for net in (models.mlp(), models.mlp().bfloat16())}
+        assert len(digests) == 2
+
+    def test_tells_ties_apart(self) -> None:
+        tied, apart = models.Tied(), models.Tied()
+        apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+
+        def named(net: nn.Module) -> dict[str, Tensor]:
+            return dict(net.named_parameters(remove_duplicate=False))
+
+        layouts = [WorkerState(live=net, outer_params=named(net)).layout() for net in (tied, apart)]
+        ties = [{t.name: t.tied_to for t in layout.tensors if t.tied_to} for layout in layouts]
+        assert ties[0]["outer_params/head.weight"] == "outer_params/embedding.weight"
+        assert ties[1] == {}
+
+    def test_lists_fragments(self) -> None:
+        worker = Worker(Case("x", ADAMW, style="fragments"), 0)
+        found = {fragment.name: list(fragment.parameters) for fragment in worker.state.layout().fragments}
+        assert found == {"f0": ["0.weight", "0.bias", "1.weight"], "f1": ["1.bias", "3.weight", "3.bias"]}
+
+
+class TestDescribe:
+    """Manifests of live parts."""
+
+    def test_holds_every_part_and_the_fingerprint_of_the_replicated_ones(self) -> None:
+        worker = Worker(Case("x", ADAMW), 0)
+        worker.train(1)
+        manifest = describe_state(worker.state)
+        assert [part.name for part in manifest.parts] == worker.state.part_names
+        replicated = [worker.state.read_part(name) for name in worker.state.replicated_names]
+        assert manifest.fingerprint == fingerprint(replicated)
+        assert describe_state(worker.state, worker.state.private_copied_names).fingerprint == b""
+
+    def test_two_workers_that_did_the_same_have_one_fingerprint(self) -> None:
+        first, second = (Worker(Case("x", ADAMW), 0) for _ in range(2))
+        first.train(1)
+        second.train(1)
+        assert describe_state(first.state).fingerprint == describe_state(second.state).fingerprint
+        second.state.run_progress.tokens += 1
+        assert describe_state(first.state).fingerprint != describe_state(second.state).fingerprint
+
+    def test_tied_weights_and_views_cost_their_bytes_once(self) -> None:
+        flat = torch.zeros(1_000_000)
+        views = {f"p{i}": flat[i * 1000 : (i + 1) * 1000] for i in range(1000)}
+        state = WorkerState(outer_params=views | {"again": views["p0"]})
+        assert state.read_part(OUTER).bytes.num_bytes == 4_000_000
