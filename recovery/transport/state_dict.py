@@ -36,7 +36,6 @@ from recovery.errors import (
     PeerUnreachable,
     RecoveryError,
     Stop,
-    find,
 )
 from recovery.state.chunks import PartBytes, chunk_ranges
 from recovery.state.compare import Difference, describe_differences
@@ -180,6 +179,7 @@ def recv_state_dict(
         ManifestRejected: what arrived is not an acceptable manifest. Nothing was allocated for it; ``into`` is
             untouched and the group may be used on, unless the sender does not speak this protocol at all.
         LayoutMismatch: ``into`` does not fit; names every leaf. Nothing moved, ``into`` is untouched.
+        UnsupportedLeaf: ``into`` holds something that has no exact form. As above.
         ChunkDamaged: bytes differ from their digest; names the tensors. ``into`` has been written; the group may be
             used on, because all chunks were received.
         DonorLost: no progress, or the connection broke. ``into`` may have been written in part.
@@ -188,7 +188,7 @@ def recv_state_dict(
     manifest = _receive_manifest(wire, limits)
     part = manifest.parts[0]
     try:
-        leaves = _own_leaves(part, limits) if into is None else _matching_leaves(part, into, limits)
+        leaves = _own_leaves(part) if into is None else _matching_leaves(part, into, limits)
     except Stop as error:
         wire.send(_refusal(error))
         raise
@@ -294,11 +294,11 @@ def _receive_manifest(wire: _Wire, limits: Limits) -> Manifest:
     return manifest
 
 
-def _own_leaves(part: PartSpec, limits: Limits) -> list[torch.Tensor | np.ndarray]:
+def _own_leaves(part: PartSpec) -> list[torch.Tensor | np.ndarray]:
     sharded = [spec.path for spec in part.tensors if spec.shard is not None]
     if sharded:
-        raise MisuseError(
-            f"{sharded[0]} and {len(sharded) - 1} more are DTensors: pass into= with DTensors of this mesh"
+        raise LayoutMismatch(
+            f"{len(sharded)} tensors are shards of DTensors, {sharded[0]!r} the first: pass into= with DTensors"
         )
     return [empty_leaf(spec) for spec in part.tensors]
 
@@ -396,15 +396,13 @@ def _refusal(error: RecoveryError) -> torch.Tensor:
 def _raise_refusal(answer: bytes) -> None:
     if answer[:1] == _GO_ON:
         return
-    kind, _, text = answer[1:].rstrip(b"\0").partition(b"\0")
+    kind, separator, text = answer[1:].rstrip(b"\0").partition(b"\0")
+    if answer[:1] != b"\0" or not separator:
+        raise PeerUnreachable("the receiver answered something that is not of this protocol")
     message = f"the receiver refused the state dict: {text.decode(errors='replace')}"
-    cls = find(kind.decode(errors="replace"))
-    # Only what a receiver may answer; anything else is a peer that speaks another protocol.
-    if cls is LayoutMismatch:
-        raise LayoutMismatch(message)
-    if cls is ManifestRejected:
+    if kind == ManifestRejected.__name__.encode():
         raise ManifestRejected(message)
-    raise PeerUnreachable(message)
+    raise LayoutMismatch(message)
 
 
 def _payload(data: bytes) -> torch.Tensor:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from recovery.errors import RecoveryError
 from recovery.state.chunks import CHUNK_BYTES
@@ -259,9 +261,20 @@ def world(group: Group, rank: int) -> object:
         send_state_dict(whole, [rank], 1, tag=6)
     received = recv_state_dict(whole, 0, tag=5) if rank else value
     first = recv_state_dict(whole, 0, tag=6) if rank else [0]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("worker", "shard"))["shard"]
+    sharded = {"w": DTensor.from_local(torch.full((3, 2), 1.0 - rank), mesh, [Shard(0)])}
+    if rank == 0:
+        without = _attempt(lambda: send_state_dict(whole, sharded, 1, tag=7))
+        send_state_dict(whole, sharded, 1, tag=7)
+    else:
+        without = _attempt(lambda: recv_state_dict(whole, 0, tag=7))
+        back = recv_state_dict(whole, 0, tag=7, into=sharded)
+        assert isinstance(back, dict)
+        assert back["w"] is sharded["w"]
+    shard_sum = float(sharded["w"].to_local().sum())
     dist.all_reduce(total)
     dist.destroy_process_group()
-    return [same(received, value), first, float(total)]
+    return [same(received, value), first, float(total), without, shard_sum]
 
 
 def lost(group: Group, rank: int) -> object:

@@ -125,8 +125,12 @@ def test_a_stranger_is_refused(found: Found) -> None:
     assert "something else than a state dict" in received[1]
 
 
-def test_the_default_group_serves_too(found: Found) -> None:
-    assert found["world"] == ([True, [0], 4.0], [True, [0], 4.0])
+def test_the_default_group_serves_too_and_shards_go_into_shards(found: Found) -> None:
+    for equal, other_tag, total, without_into, shard_sum in found["world"]:
+        assert (equal, other_tag, total) == (True, [0], 4.0)
+        assert without_into[0] == "LayoutMismatch"
+        assert "1 tensors are shards of DTensors, 'w' the first: pass into=" in without_into[1]
+        assert shard_sum == 6.0
 
 
 def test_any_ranks_of_a_larger_group_and_both_ways_at_once(tmp_path: Path) -> None:
