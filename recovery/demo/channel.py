@@ -48,7 +48,8 @@ class FlipOrder:
 class CommandReader:
     """Reads the demo's commands, one JSON object a line, on a thread of its own.
 
-    ``{"command": "flip", "seed": 1, "num_tensors": 3}``, ``{"command": "go_on"}``, ``{"command": "finish", "at": 12}``.
+    ``{"command": "flip", "seed": 1, "num_tensors": 3}``, ``{"command": "hold", "stage": "averaging"}``,
+    ``{"command": "go_on"}``, ``{"command": "finish", "at": 12}``.
     """
 
     def __init__(self, descriptor: int = 0, *, on_end: Callable[[], None] | None = None) -> None:
@@ -56,6 +57,7 @@ class CommandReader:
         self._on_end = on_end if on_end is not None else _end_process
         self._changed = threading.Condition()
         self._flip: FlipOrder | None = None
+        self._hold_at = ""
         self._go_on = False
         self._finish_at: int | None = None
         # A daemon: it is blocked in a read that only the demo can end, and so can never be joined from here.
@@ -79,6 +81,14 @@ class CommandReader:
                 self._go_on = False
             return order
 
+    def take_hold(self, stage: str) -> bool:
+        """Return True once after a hold at ``stage`` was ordered."""
+        with self._changed:
+            ordered = stage == self._hold_at
+            if ordered:
+                self._hold_at, self._go_on = "", False
+            return ordered
+
     def wait_go_on(self, timeout_seconds: float) -> bool:
         """Return True once the demo said go on; False after ``timeout_seconds`` without it."""
         with self._changed:
@@ -98,6 +108,8 @@ class CommandReader:
             match message:
                 case {"command": "flip", "seed": int(seed), "num_tensors": int(num_tensors)}:
                     self._flip = FlipOrder(seed, num_tensors)
+                case {"command": "hold", "stage": str(stage)}:
+                    self._hold_at = stage
                 case {"command": "go_on"}:
                     self._go_on = True
                 case {"command": "finish", "at": int(at)}:

@@ -120,6 +120,7 @@ _TELLERS: dict[str, Callable[[Entry], str | None]] = {
     "started": lambda e: f"{e.source} started, process {e.text('pid')}",
     "killed": lambda e: f"{e.source} (process {e.text('pid')}) killed",
     "error": lambda e: f"{e.source}: {e.text('kind')}: {e.text('message')}",
+    "held": lambda e: f"{e.source} stands in the boundary of {e.text('version')}, {e.text('stage')}",
     "flipped": lambda e: f"{e.source} inverted one bit in each of {', '.join(e.texts('names'))}",
     "verified": _verified,
     "resynced": lambda e: f"resync of {e.text('worker')} done {e.text('detail')}".rstrip(),

@@ -217,8 +217,11 @@ def _aborted(history: History, expectation: Expectation) -> str:
     counted = sum(1 for e in before if ABORTED in e.text("verdict").lower())
     if status.number("aborted_epochs") not in (counted, aborted):
         raise NotProved(f"the coordinator counts {status.number('aborted_epochs'):.0f} aborted, {counted} were seen")
-    if not committed:
-        raise NotProved("no epoch was seen to end")
+    held = history.one("held", "a worker inside a boundary, to be killed there")
+    if not any(e.process == held.process and e.seconds > held.seconds for e in history.of("killed")):
+        raise NotProved(f"{held.source} was not killed where it stood in a boundary")
+    if not committed or not aborted:
+        raise NotProved(f"{aborted} aborted and {committed} committed epochs were seen: not one of each")
     return f"{aborted} aborted, {committed} committed; the coordinator's count agrees"
 
 

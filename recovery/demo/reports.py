@@ -8,6 +8,7 @@ event     one of ``recovery.events``; ``event`` is its class, ``fields`` its fie
 state     the training thread holds a state that it did not make itself; digests and learning rates of that state
 inner     one inner step was taken; digests and learning rates are those *before* it, ``loss`` is the step's
 applied   one outer step was applied; digests are those after it
+held      the training thread stands still inside a boundary, on the demo's order
 flipped   bits of the outer copy were inverted on the demo's order; ``names`` of the parameters
 error     the process ends by a named error
 done      the process ends because it was told to

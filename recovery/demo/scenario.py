@@ -154,9 +154,16 @@ class Scenario:
     def _kill_and_return(self) -> None:
         victim = self._worker_ids[0]
         survivors = self._worker_ids[1:]
-        self._act(f"{victim}, which the run began with, is killed (SIGKILL)")
-        self._await_inner_step(victim)
-        self._workers[victim].kill()
+        self._act(f"{victim}, which the run began with, is killed (SIGKILL) while all average: that epoch is void")
+        child = self._workers[victim]
+        began = self._record.seconds
+        child.command({"command": "hold", "stage": "averaging"})
+        self._record.wait_for(
+            f"{victim} in the middle of a boundary",
+            lambda entries: _last(entries, began, lambda e: e.kind == "held" and e.process == _process(child)),
+            timeout_seconds=STEP_SECONDS,
+        )
+        child.kill()
         self._await_applied(survivors, more_steps=1)
         self._act(f"{victim} starts again")
         self._start_worker(victim)

@@ -23,7 +23,7 @@ from recovery.demo.channel import CommandReader, ReportWriter
 from recovery.demo.corpus import CorpusReader, read_shard, shard_of, standard_library_files
 from recovery.demo.replica import Replica, TrainingSettings, flip_random_bits
 from recovery.errors import RecoveryError
-from recovery.events import Event, StateRestored, TransferEnded, TransferStarted, to_json
+from recovery.events import BoundaryStage, Event, StateRestored, TransferEnded, TransferStarted, to_json
 from recovery.state import WorkerState
 from recovery.types import PartClass
 from recovery.worker import Agent, AgentConfig
@@ -31,7 +31,8 @@ from recovery.worker import Agent, AgentConfig
 NUM_LEARNING_RATES = 20
 """How many coming learning rates are reported for comparison."""
 HOLD_SECONDS = 30.0
-"""The longest that the training thread stands still after a flip, for the demo to look at the damage."""
+"""The longest that the training thread stands still on the demo's order: after a flip, for the demo to look at the
+damage, and in a boundary, for the demo to kill it there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +54,9 @@ class WorkerSettings:
 class Observer:
     """The event sink: reports every event and remembers what the training thread has to report about a restoration."""
 
-    def __init__(self, reports: ReportWriter) -> None:
+    def __init__(self, reports: ReportWriter, commands: CommandReader) -> None:
         self._reports = reports
+        self._commands = commands
         self._lock = threading.Lock()
         self._donors: tuple[str, ...] = ()
         self._cut = ""
@@ -69,6 +71,10 @@ class Observer:
             elif isinstance(event, StateRestored):
                 self._restored = {"source": event.source, "donors": list(self._donors), "cut": self._cut}
         self._reports.write({"type": "event", "event": type(event).__name__, "fields": json.loads(to_json(event))})
+        if isinstance(event, BoundaryStage) and self._commands.take_hold(event.stage):
+            # A fault on purpose: the training thread stands still inside the boundary, where the demo kills it.
+            self._reports.write({"type": "held", "stage": event.stage, "version": str(event.version)})
+            self._commands.wait_go_on(HOLD_SECONDS)
 
     def take_restoration(self) -> dict[str, object] | None:
         """Return what is known about the restoration since the last call; None if there was none."""
@@ -84,7 +90,7 @@ class Trainer:
         self._settings = settings
         self._reports = reports
         self._commands = commands
-        self._observer = Observer(reports)
+        self._observer = Observer(reports, commands)
         self._replica = Replica(TrainingSettings(), seed=settings.seed)
         files = shard_of(standard_library_files(), index=settings.worker_index, count=settings.num_workers)
         self._reader = CorpusReader(

@@ -113,6 +113,7 @@ def good_story() -> list[Entry]:
     story.state("worker-3", "peers", ["worker-1"], inner_step=1)
     story.phase(names, {**dict.fromkeys(first, 2), "worker-3": 1})
     # The first is killed and comes back.
+    story.add("worker-0", "held", stage="averaging", version=story.version)
     story.add("worker-0", "killed", pid=1)
     story.add(COORDINATOR, "EpochEnded", epoch=90, verdict="aborted", version=story.version, reason="worker-0 lost")
     story.phase(names[1:])

@@ -139,6 +139,11 @@ def test_commands_are_obeyed_once_and_the_end_of_the_channel_is_told() -> None:
     assert reader.take_flip() == FlipOrder(4, 2)
     assert reader.take_flip() is None
     assert not reader.wait_go_on(0.01), "a new flip waits for a go-on of its own"
+    os.write(writing, b'{"command": "hold", "stage": "averaging"}\n{"command": "go_on"}\n')
+    assert reader.wait_go_on(60)
+    assert not reader.take_hold("voting")
+    assert reader.take_hold("averaging")
+    assert not reader.take_hold("averaging"), "a hold is obeyed once"
     os.close(writing)
     assert ended.wait(60)
     os.close(reading)
