@@ -52,6 +52,8 @@ class Step:
     """The replicated record of each local rank that could be read."""
     workers: tuple[WorkerId, ...] = ()
     """Those whose private parts are whole, sorted."""
+    local_ranks_of: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Into how many shares each whole worker's private parts are cut."""
     torn_workers: Mapping[WorkerId, str] = field(default_factory=dict)
     """Those whose private parts are not whole, and why."""
     num_bytes: int = 0
@@ -151,6 +153,7 @@ class Catalog:
         named = list(replicated.paths)
         workers: list[WorkerId] = []
         torn: dict[WorkerId, str] = {}
+        ranks: dict[WorkerId, int] = {}
         num_bytes = replicated.num_bytes
         runs = {record.manifest.run_id for record in replicated.records}
         for entry in entries:
@@ -162,6 +165,7 @@ class Catalog:
                 torn[worker_id] = share.reason
             else:
                 workers.append(worker_id)
+                ranks[worker_id] = len(share.records)
             named.extend(share.paths)
             num_bytes += share.num_bytes
             runs.update(record.manifest.run_id for record in share.records)
@@ -172,6 +176,7 @@ class Catalog:
             reason=reason,
             records=tuple(replicated.records),
             workers=tuple(sorted(workers)),
+            local_ranks_of=ranks,
             torn_workers=torn,
             num_bytes=num_bytes,
             files=tuple(named),

@@ -101,10 +101,12 @@ class _ObjectWritable:
         self._open = False
         # Without a discard the file's own close, at the latest by the garbage collector, would upload the torso.
         with contextlib.suppress(StorageError), _translated(f"discarding {self._path}"):
-            discard = getattr(self._file, "discard", None)
-            if discard is not None:
-                discard()
-        self._file.closed = True
+            if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
+                self._file.discard()
+                self._file.closed = True
+            else:  # one that was visible from its opening on
+                self._file.close()
+                self._fs.rm_file(self._path)
 
 
 class _Mark:

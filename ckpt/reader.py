@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +21,8 @@ from recovery.state.chunks import CHUNK_BYTES
 from recovery.state.digest import chunk_digest
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.types import DigestAlgorithm, PartName, RunId, Version, WorkerId
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 """Told the number of bytes that were just verified; called from reading threads."""
@@ -133,6 +137,27 @@ class Checkpoint:
             )
         return tuple(name for name in self.part_names if (parts is None or name in parts) and name not in exclude)
 
+    @contextmanager
+    def reading(self, part: PartName) -> Iterator[PartReading]:
+        """Open a part's file for verified reads; its size and header are right already.
+
+        Raises:
+            CheckpointRejected: it is missing, of another size, or its header differs.
+        """
+        spec = self.manifest.part(part)
+        file = self.record.file(part)
+        where = f"{self._storage.url_of(self._path(file))} of {self._name}"
+        try:
+            handle = self._storage.open(self._path(file))
+        except OSError as error:
+            raise CheckpointRejected(f"{where} cannot be opened: {error}") from error
+        try:
+            opened = PartReading(handle, where, spec, self.manifest.digest_algorithm)
+            opened.check_header()
+            yield opened
+        finally:
+            handle.close()
+
     def read_part(self, part: PartName, destination: Destination, progress: Progress | None = None) -> None:
         """Write a part's bytes to ``destination``, each only after its digest was found right.
 
@@ -141,19 +166,8 @@ class Checkpoint:
 
         If it raises, ``destination`` may hold some verified bytes and no others.
         """
-        spec = self.manifest.part(part)
-        file = self.record.file(part)
-        where = self._storage.url_of(self._path(file))
-        try:
-            handle = self._storage.open(self._path(file))
-        except OSError as error:
-            raise CheckpointRejected(f"{where} of {self._name} cannot be opened: {error}") from error
-        try:
-            reading = PartReading(handle, f"{where} of {self._name}", spec, file, self.manifest.digest_algorithm)
-            reading.check_header()
+        with self.reading(part) as reading:
             reading.read_all(destination, progress, 2 if isinstance(self._storage, LocalStorage) else 8)
-        finally:
-            handle.close()
 
     def verify(self, parts: Collection[PartName] | None = None, progress: Progress | None = None) -> None:
         """Return if every byte of every (named) part agrees with the manifest.
@@ -208,23 +222,19 @@ class Checkpoint:
         """
         if wanted.name not in self.part_names:
             return set()
-        mine, file = self.manifest.part(wanted.name), self.record.file(wanted.name)
+        mine = self.manifest.part(wanted.name)
         here = {(chunk.num_bytes, chunk.digest): index for index, chunk in enumerate(mine.chunks)}
         filled: set[int] = set()
         try:
-            handle = self._storage.open(self._path(file))
-        except OSError:
-            return filled
-        try:
-            reading = PartReading(handle, self.url, mine, file, self.manifest.digest_algorithm)
-            for index, chunk in enumerate(wanted.chunks):
-                source = here.get((chunk.num_bytes, chunk.digest))
-                data = None if source is None else reading.read_chunk(source)
-                if data is not None:
-                    destination.write(chunk.offset, data)
-                    filled.add(index)
-        finally:
-            handle.close()
+            with self.reading(wanted.name) as reading:
+                for index, chunk in enumerate(wanted.chunks):
+                    source = here.get((chunk.num_bytes, chunk.digest))
+                    data = None if source is None else reading.read_chunk(source)
+                    if data is not None:
+                        destination.write(chunk.offset, data)
+                        filled.add(index)
+        except CheckpointRejected as error:
+            logger.warning("%s is not used to start from: %s", self.url, error)
         return filled
 
     @property
@@ -239,14 +249,11 @@ class Checkpoint:
 class PartReading:
     """Verified reads of one open file. One thread's; ``read_all`` uses threads of its own and joins them."""
 
-    def __init__(
-        self, handle: Readable, where: str, part: PartSpec, file: PartFile, algorithm: DigestAlgorithm
-    ) -> None:
+    def __init__(self, handle: Readable, where: str, part: PartSpec, algorithm: DigestAlgorithm) -> None:
         self.plan = plan_file(part)
         self._handle = handle
         self._where = where
         self._part = part
-        self._file = file
         self._algorithm = algorithm
 
     def check_header(self) -> None:
@@ -311,15 +318,20 @@ class PartReading:
             return None
         return data
 
-    def _read_run(self, run: Run, buffer: torch.Tensor, destination: Destination) -> None:
-        # Into a buffer of our own first: the destination may be a tensor that training uses, and nothing reaches it
-        # unverified. 4 MiB stay in the cache, so the extra copy costs little.
+    def checked_run(self, run: Run, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a run's bytes, read into ``buffer``, after every digest was found right."""
         data = buffer[: run.num_bytes]
         self._read(run.file_offset, _memory(data))
         start = 0
         for piece in run.pieces:
             self._check(piece, data[start : start + piece.num_bytes])
             start += piece.num_bytes
+        return data
+
+    def _read_run(self, run: Run, buffer: torch.Tensor, destination: Destination) -> None:
+        # Into a buffer of our own first: the destination may be a tensor that training uses, and nothing reaches it
+        # unverified. 4 MiB stay in the cache, so the extra copy costs little.
+        data = self.checked_run(run, buffer)
         start = 0
         for offset, num_bytes in _joined(run.pieces):
             destination.write(offset, data[start : start + num_bytes])
