@@ -12,9 +12,10 @@ from tests.support.fleet import Fleet, Worker
 REPLICATED = ("outer_params", "outer_optimizer", "run_progress")
 PRIVATE = ("inner_optimizer", "scheduler", "local_progress", "buffers")
 
-LARGE = {"hidden": 20_000, "step_seconds": 0.05}
-"""About 7 MB of state; capped to 2 MB/s a transfer takes seconds, and a victim can be hit in the middle of it."""
-CAPPED = {"donor_bytes_per_second": 2_000_000}
+LARGE = {"hidden": 20_000, "step_seconds": 0.1}
+"""About 7.5 MB of state in steps of a tenth of a second."""
+CAPPED = {"donor_bytes_per_second": 4_000_000, "inner_steps_per_phase": 50}
+"""A transfer takes about 2 s, so that a victim can be hit in the middle of it; a phase takes 5."""
 
 
 def assert_same(left: dict[str, str], right: dict[str, str], parts: tuple[str, ...]) -> None:
@@ -23,7 +24,7 @@ def assert_same(left: dict[str, str], right: dict[str, str], parts: tuple[str, .
 
 def half_way(fleet: Fleet, name: str, seed: int) -> Worker:
     """Start a joiner and return when it stands still in the middle of its transfer."""
-    joiner = fleet.worker(name, seed=seed, halt={"event": "TransferProgress", "after": 2}, agent=CAPPED, **LARGE)
+    joiner = fleet.worker(name, seed=seed, halt={"event": "TransferProgress", "after": 1}, agent=CAPPED, **LARGE)
     halted = joiner.wait_said("halted")
     assert 0 < halted["verified_bytes"] < halted["total_bytes"]
     return joiner
@@ -80,7 +81,7 @@ def test_killed_joiner_leaves_the_others_training_and_comes_back(tmp_path: Path)
         joiner.end()
         for other in others:
             other.wait_boundary(later(other))
-        again = fleet.worker("w2", seed=2, **LARGE)
+        again = fleet.worker("w2", seed=2, agent=CAPPED, **LARGE)
         again.wait_said("joined")
         again.wait_boundary(later(others[0]))
 
@@ -126,7 +127,7 @@ def test_only_donor_killed_ends_the_joiner_with_a_named_error(tmp_path: Path) ->
         joiner = fleet.worker(
             "w1",
             seed=1,
-            halt={"event": "TransferProgress", "after": 2},
+            halt={"event": "TransferProgress", "after": 1},
             agent={**CAPPED, "recover_timeout_seconds": 15.0},
             **LARGE,
         )
