@@ -34,7 +34,7 @@ from recovery.control.record import (
     VersionSealed,
     Voter,
 )
-from recovery.control.run_state import RunState
+from recovery.control.run_state import AUTHORITIES, RunState
 from recovery.control.wire import duration, from_proto, to_proto
 from recovery.events import (
     EpochEnded,
@@ -83,7 +83,14 @@ class BoundaryDesk:
 
     def _accepts(self, member: Member, version: Version, fingerprint: bytes) -> bool:
         run, record = self._run, self._run.record
-        if run.beginning is not None or member.standing is Standing.JOINING or member.why == "resync":
+        if member.standing is Standing.JOINING:
+            transfer = member.transfer
+            if transfer is not None and transfer.told_at < member.attached_at:
+                # Who stands at a boundary is at no transfer: its ticket was lost with an earlier stream.
+                run.end_attempt(member)
+                member.stand(Standing.QUEUED, run.now, member.why)
+            return False
+        if run.beginning is not None or member.why == "resync":
             return False
         if version < member.held or (member.standing is Standing.APPLYING and version < record.committed):
             return False  # said before it moved on
@@ -91,13 +98,9 @@ class BoundaryDesk:
             member.held, member.fingerprint = version, fingerprint
             run.place(member)
             return False
-        if fingerprint and member.standing in (Standing.APPLYING, Standing.APPLIED):
+        if fingerprint and (member.held != version or member.fingerprint != fingerprint):
             self._report(member, version, fingerprint)
-        elif fingerprint and (member.held != version or member.fingerprint != fingerprint):
-            member.held, member.fingerprint = version, fingerprint
-            run.place(member)
-            self._note_divergence(member)
-        return member.standing in (Standing.READY, Standing.APPLIED)
+        return member.standing in AUTHORITIES
 
     def phase_ending(self, member: Member) -> None:
         """Tell a member that started the phase late that the others stand at the boundary."""
@@ -159,21 +162,13 @@ class BoundaryDesk:
             change = PositionRecorded(member.worker_id, version, message.tokens, message.data_position)
             if record.on_path(version) and change != known:
                 run.persist(change)
-        if version == record.committed and member.standing in (Standing.APPLYING, Standing.APPLIED):
+        if member.standing is not Standing.JOINING and version >= member.held:
             self._report(member, version, message.fingerprint)
-        elif member.standing is not Standing.JOINING and version >= member.held:
-            member.held, member.fingerprint = version, message.fingerprint
-            run.place(member)
-            self._note_divergence(member)
 
     def _report(self, member: Member, version: Version, fingerprint: bytes) -> None:
-        run, record = self._run, self._run.record
         member.held, member.fingerprint = version, fingerprint
-        if record.committed > record.sealed:
-            member.stand(Standing.APPLIED, run.now)
-        else:
-            run.place(member)
-            self._note_divergence(member)
+        self._run.place(member)
+        self._note_divergence(member)
 
     def _note_divergence(self, member: Member) -> None:
         record = self._run.record
@@ -362,7 +357,11 @@ class BoundaryDesk:
             run.gather = None
             return
         self._expect(gather)
-        arrived = {name for name, arrival in gather.arrivals.items() if run.process(arrival.voter) is not None}
+        arrived = {
+            name
+            for name, arrival in gather.arrivals.items()
+            if (member := run.process(arrival.voter)) is not None and member.standing in AUTHORITIES
+        }
         arrived -= self._left_out(arrived)
         returning = run.returning if run.now < run.returning_until else set()
         verdict = gather_verdict(

@@ -27,8 +27,6 @@ class JoinerView:
     failures: Mapping[str, int]
     """How often each donor failed this recovery."""
     wanted_donor: str = ""
-    spared: bool = False
-    """It holds the newest sealed state and is under resync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ def match(
     if not holders:
         named = f"the wanted donor {joiner.wanted_donor}" if joiner.wanted_donor else "no live worker"
         verb = "does not hold" if joiner.wanted_donor else "holds"
-        # Whoever holds a state already and only wants it checked against others need not wait for others to come.
-        return Match(reason=f"{named} {verb} the newest sealed version", expected=not joiner.spared)
+        return Match(reason=f"{named} {verb} the newest sealed version", expected=True)
     willing = [candidate for candidate in holders if not candidate.drained]
     if not willing:
         return Match(reason=f"every donor is drained: {_names(holders)}", expected=True)

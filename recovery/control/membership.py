@@ -25,7 +25,7 @@ class Standing(enum.Enum):
     APPLIED = "applied"
     """Holds the newest committed version, which is not sealed yet."""
     APPLYING = "applying"
-    """Voted for the newest committed version and has not reported it yet."""
+    """Voted for the newest committed version, or holds it, and has not reported its fingerprint yet."""
     QUEUED = "queued"
     """Needs state and has no ticket."""
     JOINING = "joining"
@@ -47,6 +47,8 @@ class Transfer:
     donors: tuple[str, ...] = ()
     """Worker ids of the attempt in flight; empty: none is."""
     since: float = 0.0
+    told_at: float = 0.0
+    """When the attempt's ticket was told; a stream that ended later may have swallowed it."""
     failures: dict[str, int] = field(default_factory=dict)
     """How often each donor failed it."""
     wanted_donor: str = ""
@@ -73,6 +75,8 @@ class Member:
     """When ``standing`` began."""
     advertisement: coordinator_pb2.Advertisement = field(default_factory=coordinator_pb2.Advertisement)
     advertised_at: float | None = None
+    poisoned_in_a_row: int = 0
+    """Advertisements since the last that was not poisoned, or since a recovery."""
     progress_at: float = 0.0
     """When ``inner_step`` last changed, or the member became ready."""
     began_late_at: Version = NO_VERSION
@@ -88,8 +92,8 @@ class Member:
     last_no_donor: coordinator_pb2.NoDonor | None = None
     """What it was told last, so that the same is not told twice."""
     lost_reason: str = ""
-    ended_attempts: set[tuple[str, int]] = field(default_factory=set)
-    """Attempts whose report was taken: the same report again is no news."""
+    ended_attempts: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Attempts whose report was taken, and whether they succeeded: the same report again is no news."""
 
     @property
     def worker_id(self) -> str:
@@ -105,7 +109,8 @@ class Member:
 
     @property
     def poisoned(self) -> bool:
-        return self.advertisement.poisoned
+        """Whether it said so twice running: one advertisement may be older than the report of a recovery."""
+        return self.poisoned_in_a_row > 1
 
     def stand(self, standing: Standing, now: float, why: str = "") -> None:
         """Change what the worker's state is to the run; the same again keeps its time."""
@@ -173,7 +178,7 @@ def is_foreign(record: HistoryRecord, held: Version, voter: Voter) -> bool:
     )
 
 
-def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, undecided: bool) -> tuple[Standing, str]:
+def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None) -> tuple[Standing, str]:
     """Return a worker's standing, and the reason of the ticket that it needs, from what it holds alone.
 
     Neither its arrival time nor how high its step is gives it any authority: only versions that this coordinator
@@ -183,7 +188,6 @@ def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, un
         record: The history.
         member: The worker.
         beginning: The process that is beginning a lineage; None: nobody is.
-        undecided: Whether it still holds the average of the epoch that committed last.
     """
     held = member.held
     behind = "fresh" if held == NO_VERSION else "behind"
@@ -198,12 +202,14 @@ def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None, un
     if member.poisoned:
         return Standing.QUEUED, "diverged"
     if held == record.committed:
+        if not member.fingerprint:
+            return Standing.APPLYING, ""  # its digest pass has not ended
         if record.committed > record.sealed:
             return Standing.APPLIED, ""
         return (
             (Standing.READY, "") if member.fingerprint == record.sealed_fingerprint else (Standing.QUEUED, "diverged")
         )
-    if undecided and may_apply(record, member, record.committed_epoch) and held.next() == record.committed:
+    if held.next() == record.committed and may_apply(record, member, record.committed_epoch):
         return Standing.APPLYING, ""
     return Standing.QUEUED, behind
 

@@ -79,6 +79,12 @@ class OrderDesk:
                 reason = f"worker {donor!r} cannot be the donor of {member.worker_id}: see `recovery status`"
                 self._run.answer(request_id, DonorRefused(reason))
                 return
+        elif not any(view.holds_sealed and view.worker_id != member.worker_id for view in self._tickets.donors()):
+            reason = (
+                f"no other live worker holds {self._run.record.sealed}: {member.worker_id} has nobody to resync from"
+            )
+            self._run.answer(request_id, NoDonorLeft(reason))
+            return
         order = coordinator_pb2.Order(resync=coordinator_pb2.ResyncOrder(from_worker_id=donor))
         self._give(request_id, member, "resync", donor, order, seconds(request.timeout))
 

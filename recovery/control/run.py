@@ -38,7 +38,7 @@ from recovery.control.membership import Member, Standing, held_of, refusal
 from recovery.control.orders import OrderDesk
 from recovery.control.policy import RunPolicy
 from recovery.control.record import HistoryRecord, RunSettled
-from recovery.control.run_state import RunState, envelope
+from recovery.control.run_state import AUTHORITIES, RunState, envelope
 from recovery.control.status import status_of
 from recovery.control.succession import SuccessionDesk
 from recovery.control.tickets import TicketDesk
@@ -171,12 +171,11 @@ class RunMachine:
         run.returning.discard(worker.worker_id)
         run.emit(WorkerAttached(worker_id=worker.worker_id, incarnation=worker.incarnation, held=held))
         undecided = hello.undecided_epoch
-        run.place(member, undecided=undecided != 0 and undecided == run.record.committed_epoch)
+        run.place(member)
         self._welcome(member)
         if undecided:
             self._boundary.query(member, undecided)
         self._succession.remind(member)
-        self._tickets.resume(member)
 
     def _replace(self, old: Member, silent: float) -> None:
         run = self._run
@@ -278,7 +277,8 @@ class RunMachine:
             member.stalled = False
         member.advertisement = told
         member.advertised_at = run.now
-        if told.poisoned and member.standing in (Standing.READY, Standing.APPLIED):
+        member.poisoned_in_a_row = member.poisoned_in_a_row + 1 if told.poisoned else 0
+        if member.poisoned and member.standing in AUTHORITIES:
             run.place(member)
         elif told.ready and not told.poisoned and member.standing is Standing.IDLE and told.HasField("version"):
             member.held, member.fingerprint = from_proto(told.version), told.fingerprint

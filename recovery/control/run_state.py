@@ -139,10 +139,10 @@ class RunState:
         member = self.members.get(voter[0])
         return member if member is not None and member.alive and member.voter == voter else None
 
-    def place(self, member: Member, *, undecided: bool = False) -> None:
+    def place(self, member: Member) -> None:
         """Give a member the standing that its state has in the history."""
         beginning = self.beginning.voter if self.beginning is not None else None
-        standing, why = placed(self.record, member, beginning=beginning, undecided=undecided)
+        standing, why = placed(self.record, member, beginning=beginning)
         if standing is Standing.QUEUED and member.standing is Standing.JOINING:
             return  # its transfer goes on; what comes of it is judged then
         if standing is not Standing.QUEUED:
@@ -152,7 +152,7 @@ class RunState:
     def place_all(self) -> None:
         """Judge every live member anew: the history took another course."""
         for member in self.live():
-            self.place(member, undecided=member.standing is Standing.APPLYING)
+            self.place(member)
 
     def forget_transfer(self, member: Member) -> None:
         """End a member's transfer and the rendezvous of its attempts."""

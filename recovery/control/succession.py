@@ -209,9 +209,7 @@ class SuccessionDesk:
 
     def _succeed(self) -> None:
         run, record, policy = self._run, self._run.record, self._run.policy
-        # A worker under resync holds the state still, unless a step was committed that nobody holds any more.
-        spared = record.committed == record.sealed and any(self._intact(member) for member in run.live())
-        if spared or run.live_in(*AUTHORITIES):
+        if run.live_in(*AUTHORITIES):
             run.outlook = ""
             if self._gone_since is not None:
                 self._gone_since = None
@@ -241,7 +239,8 @@ class SuccessionDesk:
                 "which this coordinator does not know: an operator may call `recovery adopt`"
             )
         elif survivors := [member for member in run.live() if self._intact(member)]:
-            # Everybody who held the unsealed step is gone: it counts as not committed.
+            # Everybody who held the unsealed step is gone: it counts as not committed. Or every holder asked for a
+            # recovery at once, and there is nobody to ask: one of them is taken at its word.
             self.begin(
                 survivors[0],
                 record.sealed.outer_step,

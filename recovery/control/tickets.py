@@ -39,10 +39,10 @@ class TicketDesk:
         if transfer is not None and message.transfer_id not in ("", transfer.transfer_id):
             transfer = None
         new_failures = [d for d in message.failed_donors if transfer is None or d not in transfer.failures]
-        crossed = member.standing is Standing.JOINING and transfer is not None and transfer.donors and not new_failures
-        if crossed and transfer is not None and message.from_worker_id in ("", transfer.wanted_donor):
-            self._tell_ticket(member, transfer)  # the request crossed the ticket
-            return
+        if member.standing is Standing.JOINING and transfer is not None and transfer.donors and not new_failures:
+            told_here = transfer.told_at >= member.attached_at
+            if told_here and message.from_worker_id in ("", transfer.wanted_donor):
+                return  # the request crossed the ticket on this very stream
         if transfer is None or not message.transfer_id:
             run.forget_transfer(member)
             transfer = self._new_transfer(message.transfer_id)
@@ -61,12 +61,6 @@ class TicketDesk:
             why = member.why or ("fresh" if member.held == NO_VERSION else "behind")
         member.last_no_donor = None
         member.stand(Standing.QUEUED, run.now, why)
-
-    def resume(self, member: Member) -> None:
-        """A joiner is back on a new stream. Its ticket may have been lost with the old one, or its report: an attempt
-        that it is at goes on, one that it never heard of begins, of one that it ended it sends the report again."""
-        if member.standing is Standing.JOINING and member.transfer is not None and member.transfer.donors:
-            self._tell_ticket(member, member.transfer)
 
     def _new_transfer(self, transfer_id: str = "") -> Transfer:
         run = self._run
@@ -93,12 +87,16 @@ class TicketDesk:
         if not message.transfer_id and member.standing in (Standing.JOINING, Standing.QUEUED, Standing.IDLE):
             self._late_offer(member, message)
             return
+        if member.ended_attempts.get(attempt) and message.HasField("failure") and member.standing is Standing.READY:
+            # It took up an attempt that it had ended well, and lost its state over it.
+            member.held, member.fingerprint = NO_VERSION, b""
+            member.stand(Standing.QUEUED, run.now, "behind")
         if transfer is None or member.standing is not Standing.JOINING or attempt in member.ended_attempts:
             return
         if attempt != (transfer.transfer_id, transfer.attempt):
             self._late_success(member, message)
             return
-        member.ended_attempts.add(attempt)
+        member.ended_attempts[attempt] = not message.HasField("failure")
         tried = transfer.donors
         run.end_attempt(member)
         failed = message.HasField("failure")
@@ -137,14 +135,14 @@ class TicketDesk:
         if message.HasField("failure") or record.committed > record.sealed:
             return
         if from_proto(message.version) == record.sealed and message.fingerprint == record.sealed_fingerprint:
-            member.ended_attempts.add((message.transfer_id, message.attempt))
+            member.ended_attempts[message.transfer_id, message.attempt] = True
             member.held, member.fingerprint = record.sealed, message.fingerprint
             run.end_attempt(member)
             self._succeeded(member, member.transfer or self._new_transfer(), ())
 
     def _succeeded(self, member: Member, transfer: Transfer, tried: tuple[str, ...]) -> None:
         run, record = self._run, self._run.record
-        member.advertisement.poisoned = False
+        member.poisoned_in_a_row = 0
         member.standing = Standing.QUEUED
         run.place(member)
         if member.standing is Standing.READY:
@@ -232,9 +230,7 @@ class TicketDesk:
         if member.transfer is None:
             member.transfer = self._new_transfer()
         wanted = member.transfer.wanted_donor
-        joiner = JoinerView(
-            member.worker_id, member.hello.region, member.transfer.failures, wanted, member.why == "resync"
-        )
+        joiner = JoinerView(member.worker_id, member.hello.region, member.transfer.failures, wanted)
         return match(
             joiner,
             self.donors(),
@@ -265,6 +261,7 @@ class TicketDesk:
         run, transfer = self._run, member.transfer
         if transfer is None:
             return
+        transfer.told_at = run.now
         transfer.attempt += 1
         transfer.donors = donors
         transfer.version = run.record.sealed

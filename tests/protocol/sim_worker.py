@@ -55,7 +55,7 @@ class Process:
         self.roster: coordinator_pb2.Roster | None = None
         self.average = b""
         self.attempt: tuple[str, int] = ("", 0)
-        self.report: coordinator_pb2.RecoveryReport | None = None
+        self.attachments = 0
         self.phase_ending = False
         self.slow = 1.0
 
@@ -145,8 +145,12 @@ class Process:
             self._say_arrival()
         elif self.mode == AVERAGING:
             self._fail_averaging()
-        elif message.current and self.mode == IDLE:
-            self.train()
+        elif self.mode == IDLE:
+            self.attachments += 1
+            if message.current:
+                self.train()
+            elif self.attachments > 1:  # what it was told before may be lost
+                self.say(coordinator_pb2.RecoveryRequest(reason="fresh"))
 
     def _become_origin(self, message: coordinator_pb2.BecomeOrigin) -> None:
         version = from_proto(message.version)
@@ -160,10 +164,8 @@ class Process:
     def _ticket(self, message: coordinator_pb2.Ticket) -> None:
         attempt = (message.transfer_id, message.attempt)
         if attempt == self.attempt:
-            if self.mode != RESTORING and self.report is not None:
-                self.say(self.report)
             return
-        self.attempt, self.report = attempt, None
+        self.attempt = attempt
         task = self.turn_to(RESTORING)
         self.world.transfer(self, message, task)
 
@@ -184,7 +186,6 @@ class Process:
             report.version.CopyFrom(to_proto(self.held))
             report.fingerprint = self.value
         self.turn_to(IDLE)
-        self.report = report
         self.say(report)
         if not report.HasField("failure"):
             self.train()

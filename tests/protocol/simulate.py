@@ -222,10 +222,8 @@ def _seeded(bug: str) -> Iterator[None]:
         yield
 
 
-def _placed_by_step(
-    record: HistoryRecord, member: Member, *, beginning: Voter | None, undecided: bool
-) -> tuple[Standing, str]:
-    found = placed(record, member, beginning=beginning, undecided=undecided)
+def _placed_by_step(record: HistoryRecord, member: Member, *, beginning: Voter | None) -> tuple[Standing, str]:
+    found = placed(record, member, beginning=beginning)
     highest = member.held != NO_VERSION and member.held.outer_step >= record.committed.outer_step
     return (Standing.READY, "") if highest and found[0] is Standing.QUEUED else found
 

@@ -75,10 +75,6 @@ def test_a_wanted_donor_is_the_only_one() -> None:
     assert "does not hold" in matched(joiner, donor("a"), donor("b", holds=False)).reason
 
 
-def test_a_holder_under_resync_need_not_wait_for_others_to_come() -> None:
-    assert not matched(JoinerView("j", "", {}, spared=True)).expected
-
-
 views = st.builds(
     DonorView,
     worker_id=st.sampled_from([f"w{i}" for i in range(6)]),

@@ -39,7 +39,7 @@ def record_at(lineage: int, step: int, *, unsealed: bool = False) -> HistoryReco
 def member(name: str, held: Version = NO_VERSION, fingerprint: bytes = GOOD, *, poisoned: bool = False) -> Member:
     ref = WorkerRef(WorkerId(name), Incarnation("i"))
     made = Member(ref, coordinator_pb2.Hello(), 0.0, held=held, fingerprint=fingerprint if held != NO_VERSION else b"")
-    made.advertisement.poisoned = poisoned
+    made.poisoned_in_a_row = 2 * poisoned
     return made
 
 
@@ -49,7 +49,7 @@ def member(name: str, held: Version = NO_VERSION, fingerprint: bytes = GOOD, *, 
         (NO_VERSION, b"", Standing.QUEUED, "fresh"),
         (Version(2, 5), GOOD, Standing.READY, ""),
         (Version(2, 5), BAD, Standing.QUEUED, "diverged"),
-        (Version(2, 5), b"", Standing.QUEUED, "diverged"),
+        (Version(2, 5), b"", Standing.APPLYING, ""),
         (Version(2, 4), GOOD, Standing.QUEUED, "behind"),
         (Version(1, 99), GOOD, Standing.QUEUED, "behind"),
         (Version(2, 6), GOOD, Standing.FOREIGN, ""),
@@ -57,7 +57,7 @@ def member(name: str, held: Version = NO_VERSION, fingerprint: bytes = GOOD, *, 
     ],
 )
 def test_standing_beside_a_sealed_history(held: Version, fingerprint: bytes, standing: Standing, why: str) -> None:
-    found = placed(record_at(2, 5), member("x", held, fingerprint), beginning=None, undecided=False)
+    found = placed(record_at(2, 5), member("x", held, fingerprint), beginning=None)
     assert found == (standing, why)
 
 
@@ -65,25 +65,25 @@ def test_standing_beside_an_unsealed_commit() -> None:
     record = record_at(1, 5, unsealed=True)
     before, after = Version(1, 5), Version(1, 6)
 
-    def standing(who: Member, undecided: bool = False) -> Standing:
-        return placed(record, who, beginning=None, undecided=undecided)[0]
+    def standing(who: Member) -> Standing:
+        return placed(record, who, beginning=None)[0]
 
     assert standing(member("a", after)) is Standing.APPLIED
-    assert standing(member("a", before), undecided=True) is Standing.APPLYING
-    assert standing(member("a", before)) is Standing.QUEUED, "it has no average any more"
-    assert standing(member("b", before), undecided=True) is Standing.QUEUED, "its vote is not part of the commit"
+    assert standing(member("a", after, b"")) is Standing.APPLYING, "its digest pass goes on"
+    assert standing(member("a", before)) is Standing.APPLYING
+    assert standing(member("b", before)) is Standing.QUEUED, "its vote is not part of the commit"
 
 
 def test_a_poisoned_worker_is_never_ready() -> None:
-    found = placed(record_at(1, 5), member("x", Version(1, 5), poisoned=True), beginning=None, undecided=False)
+    found = placed(record_at(1, 5), member("x", Version(1, 5), poisoned=True), beginning=None)
     assert found == (Standing.QUEUED, "diverged")
 
 
 def test_while_a_lineage_begins_nobody_is_ready() -> None:
     record = record_at(1, 5)
     holder = member("x", Version(1, 5))
-    assert placed(record, holder, beginning=("y", "i"), undecided=False) == (Standing.QUEUED, "behind")
-    assert placed(record, holder, beginning=("x", "i"), undecided=False) == (Standing.ORIGIN, "")
+    assert placed(record, holder, beginning=("y", "i")) == (Standing.QUEUED, "behind")
+    assert placed(record, holder, beginning=("x", "i")) == (Standing.ORIGIN, "")
 
 
 def test_without_history_a_state_is_foreign_unless_this_process_was_told_to_begin_it() -> None:
@@ -104,7 +104,7 @@ def test_only_the_committed_version_with_its_fingerprint_gives_authority(
     held: Version, fingerprint: bytes, lineage: int, step: int, unsealed: bool
 ) -> None:
     record = record_at(lineage, step, unsealed=unsealed)
-    standing, why = placed(record, member("x", held, fingerprint), beginning=None, undecided=False)
+    standing, why = placed(record, member("x", held, fingerprint), beginning=None)
     if standing is Standing.READY:
         assert (held, fingerprint) == (record.sealed, GOOD)
         assert not unsealed
