@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from recovery.state.optimizer_part import OptimizerPart
-from recovery.state.parts import LOCAL_PARAMS, WorkerState
+from recovery.state.parts import LIVE_PARAMS, LOCAL_PARAMS, WorkerState
 from recovery.types import PartName
 
 
@@ -24,6 +24,6 @@ def rhythm(state: WorkerState, name: PartName) -> Rhythm:
     """Return when part ``name`` may be read."""
     if state.changes_in_forward(name):
         return Rhythm.CHANGES_IN_FORWARD
-    if name == LOCAL_PARAMS or isinstance(state.part(name), OptimizerPart):
+    if name in (LIVE_PARAMS, LOCAL_PARAMS) or isinstance(state.part(name), OptimizerPart):
         return Rhythm.CHANGES_IN_STEP
     return Rhythm.CHANGES_BETWEEN

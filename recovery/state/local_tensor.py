@@ -36,9 +36,13 @@ def can_hold(tensor: Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg()) and not may_overlap(_without_expanded(tensor))
 
 
-def tie_key(tensor: Tensor) -> object:
-    """Return what two tensors have in common exactly if they are the same elements of the same memory."""
-    return memory_key(tensor_leaf("", tensor))
+def tie_key(path: str, tensor: Tensor) -> object:
+    """Return what two tensors have in common exactly if they are the same elements of the same memory.
+
+    Raises:
+        UnsupportedLeaf: a tensor that cannot travel; names ``path``.
+    """
+    return memory_key(tensor_leaf(path, tensor))
 
 
 def bits(tensor: Tensor) -> Tensor:

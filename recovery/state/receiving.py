@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,8 +63,8 @@ class Receiving:
                 self._received.append(staging(spec.tensors[index]) if staged else existing)
         self.bytes = PartBytes([raw(leaf) for leaf in self._received], spec.tensors)
 
-    def land(self, live: LivePart) -> Landing:
-        """Return what the commit has to do; ``live`` is the part as read now. Nothing is changed.
+    def land(self, read: Callable[[], LivePart]) -> Landing:
+        """Return what the commit has to do; ``read`` reads the part as it is now. Nothing is changed.
 
         Raises:
             LayoutMismatch: the worker has changed, so that a leaf cannot take the donor's bytes any more.
@@ -73,7 +73,7 @@ class Receiving:
             created = 0 if self.part.loads else sum(self._was_missing)
             return Landing(self._received, num_created=created)
         landing = Landing([])
-        for index, own in enumerate(self._existing(live)):
+        for index, own in enumerate(self._existing(read())):
             received = self._received[index]
             if own is None:
                 landing.num_created += 1

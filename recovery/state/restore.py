@@ -13,6 +13,7 @@ import enum
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -154,7 +155,7 @@ class Restoration:
             raise MisuseError("this restoration was committed before: make a new one")
         if self._mode is RestoreMode.STAGED:
             self._check_received()
-        landings = {name: one.land(self._state.read_part(name)) for name, one in receiving.items()}
+        landings = {name: one.land(partial(self._state.read_part, name)) for name, one in receiving.items()}
         values = [(one.part, join(one.spec.tree, landings[name].leaves)) for name, one in receiving.items()]
         self._check_live_copies()
         self._load([(part, value) for part, value in values if part.loads])

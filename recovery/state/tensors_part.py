@@ -33,9 +33,10 @@ class TensorsPart(Part):
         self._getter = getter
         first, second = self.read(), self.read()
         for key, tensor in first.items():
-            if key not in second or (tensor.numel() and tie_key(tensor) != tie_key(second[key])):
+            at = f"{name}/{key}"
+            if key not in second or (tensor.numel() and tie_key(at, tensor) != tie_key(at, second[key])):
                 raise BadConfiguration(
-                    f"{name}/{key}: the function returns another tensor at each call, and what is written into it "
+                    f"{at}: the function returns another tensor at each call, and what is written into it "
                     "would be lost: return the tensors themselves"
                 )
 
@@ -65,7 +66,7 @@ class TensorsPart(Part):
             elif not can_hold(here):
                 yield f"{self.name}/{name}: overlaps itself in memory and cannot be written: clone() it"
             tied = first_names.setdefault(donor[name].index, name)
-            own_tied = own_names.setdefault(tie_key(tensor), name)
+            own_tied = own_names.setdefault(tie_key(name, tensor), name)
             if own_tied != tied:
                 yield f"{self.name}/{name}: the donor's is {_tie(name, tied)}, this worker's {_tie(name, own_tied)}"
         if list(donor) != list(own) and set(donor) == set(own):
@@ -84,7 +85,7 @@ def add_tensors(layout: manifest_pb2.Layout, prefix: str, tensors: Mapping[str, 
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
         here = local(tensor)
-        tied = first.setdefault(tie_key(tensor), name)
+        tied = first.setdefault(tie_key(f"{prefix}/{name}", tensor), name)
         layout.tensors.append(
             manifest_pb2.LayoutTensor(
                 name=f"{prefix}/{name}",
