@@ -23,6 +23,7 @@ from recovery.control.record import (
     LineageBegun,
     PauseSet,
     VersionSealed,
+    Voter,
 )
 from recovery.control.run_state import AUTHORITIES, Beginning, RunState
 from recovery.control.tickets import TicketDesk
@@ -41,8 +42,9 @@ class Wish:
     """An operator wants the run rolled back to a version that is on somebody's disk."""
 
     version: Version
-    since: float
     request_ids: list[str]
+    asked: Voter | None = None
+    """The process whose answer is waited for."""
 
 
 class SuccessionDesk:
@@ -53,9 +55,9 @@ class SuccessionDesk:
         self._boundary = boundary
         self._tickets = tickets
         self._gone_since: float | None = None
-        self._offers: dict[tuple[str, str], coordinator_pb2.RecoveryReport] = {}
+        self._offers: dict[Voter, coordinator_pb2.RecoveryReport] = {}
         self._first_offer_at = 0.0
-        self._unfit: set[tuple[str, str]] = set()
+        self._unfit: set[Voter] = set()
         """Processes that were told to begin a lineage and did not."""
         self._wish: Wish | None = None
         begun = run.record.unsealed_lineage
@@ -217,6 +219,9 @@ class SuccessionDesk:
                 for member in run.live_in(Standing.IDLE):
                     run.place(member)
             return
+        if self._wish is not None:
+            run.outlook = f"an operator rolls the run back to {self._wish.version}"
+            return
         if self._gone_since is None:
             self._gone_since = run.now
         lost = sorted(m.worker_id for m in run.members.values() if not m.alive and self._held_history(m))
@@ -310,7 +315,7 @@ class SuccessionDesk:
                 self._tickets.tell_once(member, coordinator_pb2.NoDonor(reason=reason))
 
     def _begin_from(
-        self, voter: tuple[str, str], offer: coordinator_pb2.RecoveryReport, cause: str, request_ids: list[str]
+        self, voter: Voter, offer: coordinator_pb2.RecoveryReport, cause: str, request_ids: list[str]
     ) -> None:
         member = self._run.process(voter)
         if member is None:
@@ -426,24 +431,38 @@ class SuccessionDesk:
             run.answer(request_id, RunRefused(f"a rollback to {self._wish.version} is under way: ask again after it"))
             return
         self._forget_offers()
-        self._wish = Wish(version, run.now, [request_id])
-        for member in run.live():
-            if member.standing is not Standing.FOREIGN:
-                self._ask(member, f"an operator rolls the run back to {version}", version)
+        self._wish = Wish(version, [request_id])
 
     def _watch_wish(self) -> None:
         run, wish = self._run, self._wish
         if wish is None:
             return
-        due = wish.since + run.policy.offer_answer_seconds
-        asked = [member for member in run.live() if member.asked_for_checkpoint_at is not None]
-        if run.now < due and any(not member.has_no_checkpoint for member in asked):
-            run.wake(due)
+        asked = run.process(wish.asked) if wish.asked is not None else None
+        if asked is not None and not asked.has_no_checkpoint:
+            due = (asked.asked_for_checkpoint_at or run.now) + run.policy.offer_answer_seconds
+            if run.now < due:
+                run.wake(due)
+                return
+            asked.has_no_checkpoint = True
+        # One after the other, and the last holder of the newest state never: asking may cost it that state.
+        ready = run.live_in(Standing.READY)
+        others = [m for m in run.live() if m.standing not in (*AUTHORITIES, Standing.FOREIGN)]
+        left = [m for m in (*others, *ready[1:]) if m.asked_for_checkpoint_at is None]
+        if left:
+            wish.asked = left[0].voter
+            self._ask(left[0], f"an operator rolls the run back to {wish.version}", wish.version)
+            run.wake(run.now + run.policy.offer_answer_seconds)
             return
         self._wish = None
         self._forget_offers()
         for request_id in wish.request_ids:
-            run.answer(request_id, NoDonorLeft(f"no live worker can read a checkpoint of {wish.version}"))
+            run.answer(
+                request_id,
+                NoDonorLeft(
+                    f"no live worker offered a checkpoint of {wish.version} (the last holder of the newest is not "
+                    "asked): attach another worker, or choose one with --worker"
+                ),
+            )
 
     def adopt(self, request_id: str, worker_id: str) -> None:
         """Make a history that this coordinator does not know the run's."""

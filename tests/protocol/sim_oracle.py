@@ -136,11 +136,8 @@ class Oracle:
 
     def applied(self, name: str, epoch: int, version: Version, digest: bytes, era: int) -> None:
         """A worker applied a step that it believes committed."""
-        if era == self.era:
-            known = self.committed.get((era, version))
-            self._require(
-                known == (epoch, digest), f"{name} applied {version} of epoch {epoch}, which is not committed"
-            )
+        known = self.committed.get((era, version))
+        self._require(known == (epoch, digest), f"{name} applied {version} of epoch {epoch}, which is not committed")
 
     def trains(self, name: str, before: Version, after: Version) -> None:
         """A process goes on training from ``after``; it trained from ``before``."""

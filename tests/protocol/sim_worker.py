@@ -54,6 +54,8 @@ class Process:
         self.epoch = 0
         self.roster: coordinator_pb2.Roster | None = None
         self.average = b""
+        self.era = 0
+        """Of the coordinator that told the roster."""
         self.attempt: tuple[str, int] = ("", 0)
         self.attachments = 0
         self.phase_ending = False
@@ -219,6 +221,7 @@ class Process:
         if self.mode != BOUNDARY or from_proto(message.version) != self.held or message.epoch <= self.epoch:
             return
         self.epoch, self.roster, self.average = message.epoch, message, b""
+        self.era = self.connection.era if self.connection is not None else self.world.oracle.era
         self.turn_to(AVERAGING)
         self.later(self.task, 5.0, "_fail_averaging")
         self.world.averaging(self, message)
@@ -261,7 +264,7 @@ class Process:
             self.turn_to(IDLE)
 
     def _apply(self, digest: bytes, version: Version) -> None:
-        self.world.oracle.applied(self.name, self.epoch, version, digest, self.world.oracle.era)
+        self.world.oracle.applied(self.name, self.epoch, version, digest, self.era)
         tainted = self.value in self.world.oracle.tainted
         self.value = mix(self.value, digest)
         if tainted:

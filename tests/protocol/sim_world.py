@@ -29,6 +29,7 @@ class Connection:
         self.world = world
         self.process = process
         self.boot = world.boot
+        self.era = world.oracle.era
         self.broken = False
         self.up_at = self.down_at = 0.0
 

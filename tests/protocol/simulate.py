@@ -127,6 +127,7 @@ def _schedule_faults(world: World, names: list[str], faults: list[str]) -> None:
             process.value = mix(process.value, b"flip")
             process.lent = dict.fromkeys(process.lent, process.value)
             world.oracle.tainted.add(process.value)
+            world.note(process)
             world.struck["corrupt-state"] += 1
 
     def slow(name: str) -> None:
