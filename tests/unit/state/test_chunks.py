@@ -99,6 +99,20 @@ class TestReadingAndWriting:
         PartBytes([target]).write(0, source.read(0, source.num_bytes))
         assert logical_bytes(target) == logical_bytes(value)
 
+    @pytest.mark.parametrize("dims", [(1, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2)], ids=str)
+    def test_large_transposed_tensors(self, dims: tuple[int, ...]) -> None:
+        """Their rows are far apart in memory and take another way."""
+        shape = (2048, 1024) if len(dims) == 2 else (64, 1024, 40)
+        value = random_tensor(torch.float32, shape, 5).permute(dims)
+        source = PartBytes([value])
+        whole = logical_bytes(value)
+        target = torch.zeros(shape).permute(dims)
+        for start in range(0, len(whole), 1_500_000):
+            data = source.read(start, min(1_500_000, len(whole) - start))
+            assert data.numpy().tobytes() == whole[start : start + 1_500_000]
+            PartBytes([target]).write(start, data)
+        assert logical_bytes(target) == whole
+
     def test_writing_changes_only_its_range(self) -> None:
         value = torch.arange(24, dtype=torch.uint8).view(4, 6).t()
         before = logical_bytes(value)
