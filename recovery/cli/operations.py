@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -187,8 +187,7 @@ def watch(client: OperatorClient, output: Output, *, timeout: Timeout = ANSWER_S
     """Show events as they happen, until Ctrl-C. The deadline is for the coordinator's first answer."""
     with closing(client.watch(connect_seconds=timeout)) as responses:  # type: ignore[type-var]
         for response in responses:
-            line: dict[str, Any] = plain(response)
-            output.show(line, view.event_line(response))
+            output.show(view.event_object(response), view.event_line(response))
 
 
 def parse_version(text: str) -> Version:

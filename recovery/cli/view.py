@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -29,9 +31,18 @@ def status(answer: operations_pb2.ListResponse) -> RenderableType:
     return Group(*parts)
 
 
+def event_object(response: operations_pb2.WatchResponse) -> dict[str, Any]:
+    """Return one event as JSON has it: ``at`` in ISO 8601, ``event`` its class, ``fields`` by name."""
+    return {
+        "at": response.at.ToDatetime(datetime.UTC).isoformat(),
+        "event": response.event,
+        "fields": json.loads(response.fields_json or "{}"),
+    }
+
+
 def event_line(response: operations_pb2.WatchResponse) -> Text:
     """Return one event as one line: time, name, fields that say something."""
-    fields = json.loads(response.fields_json or "{}")
+    fields = event_object(response)["fields"]
     said = "  ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", (), [], None))
     clock = response.at.ToDatetime().strftime("%H:%M:%S.%f")[:-3]
     return Text(f"{clock}Z  {response.event}  {said}")

@@ -73,7 +73,9 @@ class WorkerStream:
 
     def __init__(self, worker: WorkerRef) -> None:
         self.worker = worker
-        self.lost: Callable[[], object] = lambda: None
+        self.over = asyncio.Event()
+        """Set once nothing more is written: everything told has been, or the stream is broken."""
+        self.broken = False
         self._messages: deque[coordinator_pb2.CoordinatorMessage] = deque()
         self._changed = asyncio.Event()
         self._end: str | None = None
@@ -88,8 +90,7 @@ class WorkerStream:
         if self._end is not None:
             return
         if len(self._messages) >= MAX_OUTGOING_MESSAGES:
-            self.end(f"it left {MAX_OUTGOING_MESSAGES} messages unread")
-            self.lost()
+            self.break_off(f"it left {MAX_OUTGOING_MESSAGES} messages unread")
             return
         self._messages.append(message)
         self._changed.set()
@@ -99,6 +100,12 @@ class WorkerStream:
         if self._end is None:
             self._end = reason
         self._changed.set()
+
+    def break_off(self, reason: str) -> None:
+        """End at once, whatever is still unwritten: the other side does not take it."""
+        self.end(reason)
+        self.broken = True
+        self.over.set()
 
     async def outgoing(self) -> AsyncIterator[coordinator_pb2.CoordinatorMessage]:
         """Yield messages until the stream ends."""

@@ -51,23 +51,38 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         except RecoveryError as error:
             await _abort(context, error)
             return
-        task = asyncio.current_task()
-        if task is not None:
-            stream.lost = task.cancel
         await self._owner.attach(stream, hello)
-        reader = spawn(self._read(request_iterator, stream), f"read-{stream.worker}")
-        reason = ""
+        tasks = [
+            spawn(self._write(stream, context), f"write-{stream.worker}"),
+            spawn(self._read(request_iterator, stream), f"read-{stream.worker}"),
+        ]
+        reason = "its stream failed"
         try:
-            async for message in stream.outgoing():
-                await context.write(message)
-            reason = stream.end_reason or ""
+            await stream.over.wait()
+            reason = stream.end_reason or reason
         except asyncio.CancelledError:
             # gRPC cancels the call when its connection is gone: by a reset, or because no ping was answered.
             reason = stream.end_reason or "its connection is lost: the process is gone, frozen or cut off"
             raise
         finally:
-            reader.cancel()
-            self._owner.detach(stream, reason or "its stream failed")
+            for task in tasks:
+                task.cancel()
+            self._owner.detach(stream, reason)
+        if stream.broken:
+            # Said with a status: what was told before may never have arrived. (A call whose own task is cancelled by
+            # anybody but gRPC would stay open at the other end for ever.)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+
+    async def _write(self, stream: WorkerStream, context: Any) -> None:
+        try:
+            async for message in stream.outgoing():
+                await context.write(message)
+        # The servicer's edge: gRPC has no common class for what a write on a dead call raises.
+        except Exception as error:  # noqa: BLE001
+            logger.info("writing to %s failed: %r", stream.worker, error)
+            stream.break_off(f"its stream broke: {error}")
+        else:
+            stream.over.set()
 
     async def _hello(self, messages: Any) -> coordinator_pb2.Hello:
         try:
@@ -97,8 +112,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 stream.end("its stream ended without a goodbye")
                 return
             except TimeoutError:
-                stream.end(f"nothing came from it for {self._silence_seconds:g} s")
-                stream.lost()
+                stream.break_off(f"nothing came from it for {self._silence_seconds:g} s")
                 return
             kind = message.WhichOneof("kind")
             if kind == "hello":

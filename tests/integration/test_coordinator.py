@@ -242,7 +242,7 @@ def test_watch_ends_on_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
             with contextlib.suppress(AssertionError):
                 seen = watch.line('{"at"', timeout_seconds=0.2)
                 break
-        assert json.loads(seen)["fields_json"]
+        assert json.loads(seen)["fields"]["worker_id"]
         watch.signal(signal.SIGINT)
         assert watch.wait() == 130
         assert watch.errors == ""

@@ -185,6 +185,8 @@ def test_behind_a_proxy_silence_is_a_loss(tmp_path: Path) -> None:
         call: Any = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(says_hello_only())
         assert next(call).HasField("welcome")
         assert machine.detached("w0").reason == "nothing came from it for 0.2 s"
+        with pytest.raises((grpc.RpcError, StopIteration)):
+            next(call)
         silent.set()
         channel.close()
 
@@ -216,6 +218,8 @@ def test_a_worker_that_reads_nothing_loses_its_stream(tmp_path: Path, monkeypatc
         call: Any = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(messages())
         assert next(call).HasField("welcome")
         assert machine.detached("w0").reason == "it left 4 messages unread"
+        with pytest.raises(grpc.RpcError):
+            list(call)
         keep_open.set()
         channel.close()
 
