@@ -220,7 +220,12 @@ class ChunkTable:
         return next((f for f in entry.flights.values() if f.donor == donor and f.state is state), None)
 
     def flying(self) -> list[ChunkFlight]:
-        return [flight for flight in self._flights.values() if flight.state is FlightState.FLYING]
+        """Return flights that are on their way with chunks that are not in place yet."""
+        return [
+            flight
+            for flight in self._flights.values()
+            if flight.state is FlightState.FLYING and not self.entries[flight.key].done
+        ]
 
     def blockers(self) -> set[str]:
         """Return donors that nothing is awaited of but the end of receives into chunks that others have brought."""

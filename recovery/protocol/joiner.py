@@ -70,7 +70,7 @@ from recovery.transport.link import MAX_LANES, lane_tag
 from recovery.types import PartClass
 
 _DAMAGED_CHUNKS_ALLOWED = 1
-_ACKNOWLEDGED_TOGETHER = 8
+_ACKNOWLEDGED_TOGETHER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +108,7 @@ class _Phase(enum.Enum):
     OPENING = "awaiting its answer"
     MANIFEST = "awaiting its manifest"
     READY = "serving"
+    DISPUTING = "lending other content"
     LOST = "lost"
     GONE = "gone"
 
@@ -127,6 +128,7 @@ class _Donor:
     moved: int = 0
     progress_at: float = 0.0
     arrived_bytes: int = 0
+    disputed: Manifest | None = None
 
     @property
     def alive(self) -> bool:
@@ -317,12 +319,27 @@ class JoinerMachine:
             self.outer = manifest
             self._tables[OUTER] = ChunkTable(OUTER, manifest)
             return [Prepare(OUTER, manifest)]
-        if [_content(part) for part in manifest.parts] != [_content(part) for part in self.outer.parts]:
-            raise ManifestRejected(
-                f"{donor.peer.name} lends {self._attempt.version} with other content than {self.outer.worker}, "
-                "under the same fingerprint"
+        if [_content(part) for part in manifest.parts] == [_content(part) for part in self.outer.parts]:
+            return []
+        # One of the two is wrong, and only the bytes will show which: this one is kept until the others have failed.
+        donor.phase = _Phase.DISPUTING
+        donor.disputed = manifest
+        error = ManifestRejected(
+            f"{donor.peer.name} lends {self._attempt.version} with other content than {self.outer.worker}, "
+            "under the same fingerprint"
+        )
+        self.failures[donor.peer.name] = error
+        return [self._failed(donor, error)]
+
+    def _failed(self, donor: _Donor, error: RecoveryError) -> Emit:
+        return Emit(
+            events.DonorFailed(
+                worker_id=self._attempt.joiner.worker_id,
+                transfer_id=self._attempt.transfer_id,
+                donor=donor.peer.name,
+                reason=f"{error.kind}: {error}",
             )
-        return []
+        )
 
     def _check_manifest(self, donor: _Donor, role: Role, manifest: Manifest) -> None:
         attempt = self._attempt
@@ -455,16 +472,7 @@ class JoinerMachine:
         actions: list[JoinerAction] = []
         if error is not None:
             self.failures[name] = error
-            actions.append(
-                Emit(
-                    events.DonorFailed(
-                        worker_id=self._attempt.joiner.worker_id,
-                        transfer_id=self._attempt.transfer_id,
-                        donor=name,
-                        reason=f"{error.kind}: {error}",
-                    )
-                )
-            )
+            actions.append(self._failed(donor, error))
         for table in self._tables.values():
             # Their receives have ended, so that nothing has to be waited for.
             for flight in table.flights_of(name, FlightState.COMPLAINED):
@@ -495,6 +503,7 @@ class JoinerMachine:
             if silent > limit:
                 error = DonorLost(f"{donor.peer.name}: no progress for {silent:.1f} s while it owed {owed}")
                 actions += self._lose(donor, error)
+        actions += self._acknowledge()
         if self._reported_at is None or now - self._reported_at >= 1.0:
             self._reported_at = now
             actions.append(
@@ -534,6 +543,9 @@ class JoinerMachine:
     def _move_on(self, now: float) -> list[JoinerAction]:
         actions = self._acknowledge() if len(self._unacknowledged) >= _ACKNOWLEDGED_TOGETHER else []
         outer = self._tables.get(OUTER)
+        if outer is not None and not outer.complete and outer.quiet:
+            actions += self._settle_dispute()
+            outer = self._tables[OUTER]
         if outer is not None and not outer.complete:
             names = [name for name, donor in self._donors.items() if donor.phase is _Phase.READY and donor.linked]
             actions += self._ask(outer, names, now)
@@ -547,6 +559,24 @@ class JoinerMachine:
         ):
             return actions + self._fail(self._no_donor_left())
         return actions
+
+    def _settle_dispute(self) -> list[JoinerAction]:
+        """If every donor of the reference has failed, go on with a donor that lends other content."""
+        standing = [donor for donor in self._donors.values() if donor.alive and donor.phase is not _Phase.DISPUTING]
+        disputing = [
+            (donor, donor.disputed) for donor in self._donors.values() if donor.disputed is not None and donor.alive
+        ]
+        if standing or not disputing:
+            return []
+        manifest = self.outer = disputing[0][1]
+        for donor, other in disputing:
+            if [*map(_content, other.parts)] == [*map(_content, manifest.parts)]:
+                donor.phase, donor.disputed = _Phase.READY, None
+                self.failures.pop(donor.peer.name, None)
+        self._unacknowledged.clear()
+        # What is in place and has the same digest is found again when the destinations are probed.
+        self._tables[OUTER] = ChunkTable(OUTER, manifest)
+        return [Prepare(OUTER, manifest)]
 
     def _private_parts(self, now: float) -> list[JoinerAction]:
         table = self._tables.get(PRIVATE)
@@ -566,6 +596,8 @@ class JoinerMachine:
             return []
         donor = max(ready, key=lambda each: (each.peer.private_parts, each.meter.rate(now)))
         self._private_donor = donor.peer.name
+        # What was verified of a lost donor's cut says nothing to this one.
+        self._unacknowledged = [key for key in self._unacknowledged if key.role != PRIVATE]
         donor.progress_at = now
         donor.private_assembler = ManifestAssembler(PRIVATE)
         want = peer_pb2.WantPrivate(not_before=version_message(self._attempt.version))
