@@ -93,6 +93,10 @@ class PrivateCapture:
         """Whether anybody waits, or a capture runs. The only thing that an idle step looks at."""
         return bool(self._requests) or self._capture is not None
 
+    def is_due(self, version: Version) -> bool:
+        """Return whether somebody waits for a capture at ``version`` that has not begun."""
+        return self._capture is None and bool(self._eligible(version))
+
     def fail(self, error: RecoveryError) -> None:
         """All who wait get ``error``."""
         with self._lock:
@@ -121,21 +125,21 @@ class PrivateCapture:
             # The steps of the captured inner step were over when it began: another end without a beginning between
             # means that the hooks were changed meanwhile.
             self._abandon()
-        if self._prepared(version, now=False):
+        if self._prepared(version):
             self._guarded(lambda: self._begin(version))
 
-    def between_steps(self, version: Version, *, whole: bool, now: bool = False) -> None:
+    def between_steps(self, version: Version, *, whole: bool) -> None:
         """The loop stands between two inner steps, with all done that belongs to the last one.
 
         Args:
             version: What the outer parts are.
             whole: Nothing will tell when the next step begins: a capture has to be over when this returns.
-            now: Do not wait for memory to be touched first.
         """
         if self._capture is None:
-            if not self._prepared(version, now=now):
-                return
-            self._guarded(lambda: self._begin(version))
+            begun = self._prepared(version) and self._guarded(lambda: self._begin(version))
+            if not begun and self._prepared(version):
+                # What was prepared no longer fitted; nothing tells when the next chance comes.
+                self._guarded(lambda: self._begin(version))
         self._guarded(lambda: self._read_scalars(version))
         if whole:
             self.step_begins(version)
@@ -157,28 +161,28 @@ class PrivateCapture:
             waited = capture.jobs.wait()
         capture.seconds += span.seconds
         if waited:
-            self._on_waited(span.seconds, ", ".join(request.holder for request in self._eligible(capture.version)))
+            self._on_waited(span.seconds, capture.for_whom)
         self._complete(capture)
 
     def _eligible(self, version: Version) -> list[Request]:
         with self._lock:
             return [request for request in self._requests if request.not_before <= version]
 
-    def _prepared(self, version: Version, *, now: bool) -> bool:
+    def _prepared(self, version: Version) -> bool:
         """Return whether all is ready for a capture that somebody wants; if not, see to it."""
         if not self._requests or not self._eligible(version):
             return False
-        if self._preparation is None and not self._guarded(lambda: self._prepare(now=now)):
+        if self._preparation is None and not self._guarded(self._prepare):
             return False
         preparation = self._preparation
         return preparation is not None and preparation.ready
 
-    def _prepare(self, *, now: bool) -> None:
+    def _prepare(self) -> None:
         with self._stall.measure(StallCause.CAPTURE_MEASURE):
             values = {name: held(value) for name, value in self._values().items()}
-            preparation = Preparation(values, self._state.layout_digest())
+            preparation = Preparation(values)
             self._preparation = preparation
-            if now or sum(map(num_bytes, values.values())) <= self._measure_in_step_bytes:
+            if sum(map(num_bytes, values.values())) <= self._measure_in_step_bytes:
                 self._reserve(preparation)
                 return
         self._copier.submit(lambda: self._guarded(lambda: self._reserve(preparation)))
@@ -210,7 +214,8 @@ class PrivateCapture:
         assert preparation is not None
         with self._stall.measure(StallCause.CAPTURE_COPY) as span:
             inner_step = self._state.local_progress.inner_step
-            capture = Capture(version, inner_step, preparation)
+            for_whom = ", ".join(request.holder for request in self._eligible(version))
+            capture = Capture(version, inner_step, for_whom, preparation)
             jobs: list[CopyJob] = []
             for name, outline in preparation.outlines.items():
                 when = rhythm(self._state, name)
@@ -329,7 +334,6 @@ class PrivateCapture:
             return
         captured = Captured(
             cut,
-            capture.preparation.layout_digest,
             parts,
             tuple(regions.values()),
             capture.copied_bytes,

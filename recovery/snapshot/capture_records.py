@@ -28,7 +28,6 @@ class Preparation:
     """Memory for the next capture, and what the parts looked like when it was reserved."""
 
     values: dict[PartName, object]
-    layout_digest: bytes
     outlines: dict[PartName, Outline] = field(default_factory=dict)
     regions: dict[PartName, torch.Tensor] = field(default_factory=dict)
     ready: bool = False
@@ -40,6 +39,7 @@ class Capture:
 
     version: Version
     inner_step: int
+    for_whom: str
     preparation: Preparation
     values: dict[PartName, object] = field(default_factory=dict)
     """Held values, scalars as of the cut."""
@@ -58,7 +58,6 @@ class Captured:
     """A finished capture: frozen parts in the order of registration, and what it cost the training thread."""
 
     cut: Cut
-    layout_digest: bytes
     parts: tuple[LivePart, ...]
     data: tuple[torch.Tensor, ...]
     copied_on_training_thread_bytes: int

@@ -7,6 +7,11 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from recovery.errors import BadConfiguration
+
+SILENT_STEPS = 32
+"""An optimizer that steps in none of so many inner steps is not the one that trains."""
+
 
 class OptimizerHooks:
     """Watches the inner and outer optimizers. All calls come from the training thread.
@@ -34,6 +39,8 @@ class OptimizerHooks:
         self._outer: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._stepped: set[int] = set()
+        self._seen: set[int] = set()
+        self._silent_steps: dict[int, int] = {}
 
     @property
     def sees_inner_steps(self) -> bool:
@@ -45,12 +52,32 @@ class OptimizerHooks:
         if _same(self._inner, inner) and _same(self._outer, outer):
             return
         self.remove()
+        for optimizer in (*inner, *outer):
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                raise BadConfiguration(
+                    f"a {type(optimizer).__name__} takes no step hooks (it does not call Optimizer.__init__): register "
+                    "the optimizer that it wraps, or run without hooks and call inner_boundary after each inner step"
+                )
         self._inner, self._outer = list(inner), list(outer)
         for optimizer in self._inner:
             self._handles.append(optimizer.register_step_pre_hook(self._inner_begins))
             self._handles.append(optimizer.register_step_post_hook(self._inner_ended))
         for optimizer in self._outer:
             self._handles.append(optimizer.register_step_pre_hook(self._outer_begins))
+
+    def count(self, num_steps: int) -> None:
+        """The worker took ``num_steps`` inner steps since the last call."""
+        for optimizer in self._inner:
+            known = self._silent_steps.get(id(optimizer), 0)
+            self._silent_steps[id(optimizer)] = 0 if id(optimizer) in self._seen else known + num_steps
+        self._seen.clear()
+
+    def silent(self) -> list[Optimizer]:
+        """Return the inner optimizers that did not step in any of the last ``SILENT_STEPS`` inner steps or more.
+
+        A gradient scaler may skip several steps in a row, so a few tell nothing.
+        """
+        return [one for one in self._inner if self._silent_steps.get(id(one), 0) >= SILENT_STEPS]
 
     def remove(self) -> None:
         """Nothing is watched. Safe twice."""
@@ -59,6 +86,8 @@ class OptimizerHooks:
         self._handles.clear()
         self._inner, self._outer = [], []
         self._stepped.clear()
+        self._seen.clear()
+        self._silent_steps.clear()
 
     def _inner_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if id(optimizer) in self._stepped:
@@ -66,6 +95,7 @@ class OptimizerHooks:
         self._before_inner_step()
 
     def _inner_ended(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._seen.add(id(optimizer))
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len({id(watched) for watched in self._inner}):
             self._stepped.clear()

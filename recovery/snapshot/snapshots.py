@@ -26,7 +26,7 @@ from recovery.snapshot.capture_records import Captured, Request
 from recovery.snapshot.config import SnapshotConfig
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.guard import OuterSnapshot
-from recovery.snapshot.hooks import OptimizerHooks
+from recovery.snapshot.hooks import SILENT_STEPS, OptimizerHooks
 from recovery.snapshot.keeper import Keeper
 from recovery.snapshot.lease import Lease, LeaseBook, LeaseRecord
 from recovery.snapshot.private import PrivateSnapshot
@@ -36,6 +36,7 @@ from recovery.snapshot.vault import Vault
 from recovery.state.digest import numerics_id
 from recovery.state.live_part import LivePart, describe
 from recovery.state.manifest import Manifest
+from recovery.state.optimizer_part import OptimizerPart
 from recovery.state.parts import WorkerState
 from recovery.types import Cut, PartName, RunId, Version, WorkerRef
 
@@ -84,6 +85,8 @@ class Snapshots:
         self._closed_versions: list[OuterSnapshot] = []
         self._private: list[PrivateSnapshot] = []
         self._phase_seconds: float | None = None
+        self._layout_digest = b""
+        self._inner_step_at_publish = 0
         self._standing = False
         self._standing_lock = threading.Lock()
         self._started = False
@@ -175,7 +178,8 @@ class Snapshots:
         with self.stall.measure(StallCause.PUBLISH):
             self._watch()
             parts = [self._standing_part(name) for name in self._state.replicated_names]
-            cut, layout_digest = Cut(version), self._state.layout_digest()
+            self._layout_digest = self._state.layout_digest()
+            cut, layout_digest = Cut(version), self._layout_digest
             private_bytes = self._capture.size() if self._config.prefault else 0
             snapshot = OuterSnapshot(
                 version,
@@ -190,6 +194,7 @@ class Snapshots:
                 self._closed_versions.append(old)
             self._closed_versions = [closed for closed in self._closed_versions if len(closed.book)]
             self._current = snapshot
+        self._inner_step_at_publish = self._state.local_progress.inner_step
         self._digester.submit(snapshot.run_digest)
         if self._config.prefault:
             self._copier.submit(lambda: self._prefault([snapshot.arena_bytes, private_bytes]))
@@ -203,6 +208,8 @@ class Snapshots:
         snapshot = self._current
         if snapshot is None or not snapshot.is_open:
             return
+        self._hooks.count(max(0, self._state.local_progress.inner_step - self._inner_step_at_publish))
+        self._refuse_if_silent()
         # The outer step changes local progress and the version: a capture that is under way ends here.
         self._capture.step_begins(snapshot.version)
         self._phase_seconds = self._clock.monotonic() - snapshot.published_at_seconds
@@ -313,6 +320,7 @@ class Snapshots:
                 future.set_result(self._private_lease(snapshot, holder))
                 return future
         self._capture.request(Request(holder, not_before, future))
+        self._refuse_if_silent()
         self._keeper.wake()
         with self._lock:
             standing = self._standing
@@ -357,6 +365,20 @@ class Snapshots:
         if version is not None:
             self._capture.step_ended(version)
 
+    def _refuse_if_silent(self) -> None:
+        """Refuse captures if a registered optimizer no longer steps: the state of the one that trains is not known."""
+        silent = self._hooks.silent()
+        if not silent or not self._capture.wanted:
+            return
+        parts = map(self._state.part, self._state.private_copied_names)
+        names = [p.name for p in parts if isinstance(p, OptimizerPart) and any(p.optimizer is one for one in silent)]
+        self._capture.fail(
+            DonorRefused(
+                f"{', '.join(names)} did not step in the last {SILENT_STEPS} inner steps: if the training loop uses "
+                "another optimizer now, register that one in a new WorkerState"
+            )
+        )
+
     def _watch(self) -> None:
         if self._use_hooks:
             self._hooks.watch(self._state.inner_optimizers, self._state.outer_optimizers)
@@ -366,8 +388,13 @@ class Snapshots:
     def _capture_while_standing(self) -> None:
         with self._standing_lock:
             version = self.version
-            if self._standing and version is not None and self._capture.wanted:
-                self._capture.between_steps(version, whole=True, now=True)
+            if not self._standing or version is None or not self._capture.wanted:
+                return
+            self._capture.between_steps(version, whole=True)
+            again = self._capture.is_due(version)
+        if again:
+            # Behind the job that touches memory, during which the training thread is free to leave.
+            self._copier.submit(self._capture_while_standing)
 
     def _captured(self, captured: Captured, requests: list[Request]) -> None:
         try:
@@ -395,7 +422,7 @@ class Snapshots:
         self._keeper.wake()
 
     def _private_snapshot(self, captured: Captured) -> PrivateSnapshot:
-        manifest = self._describe(captured.parts, captured.cut, captured.layout_digest)
+        manifest = self._describe(captured.parts, captured.cut, self._layout_digest)
         return PrivateSnapshot(
             manifest,
             captured.data,

@@ -110,3 +110,13 @@ def test_a_replaced_optimizer_is_watched_and_the_old_one_is_not() -> None:
     new.step()
     assert seen.take() == []
     assert not seen.hooks.sees_inner_steps
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+def test_a_compiled_step_keeps_its_hooks() -> None:
+    seen, a = Seen(), optimizer()
+    seen.hooks.watch([a], [])
+    step = torch.compile(a.step, backend="eager")
+    for _ in range(3):
+        step()
+    assert seen.take() == ["begins", "ended"] * 3

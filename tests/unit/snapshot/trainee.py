@@ -49,7 +49,7 @@ class Trainee:
     accumulate: int = 1
     seed: int = 0
     num_skipped: int = 0
-    _averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -66,7 +66,7 @@ class Trainee:
             name: LambdaLR(optimizer, lambda step: 1 / (1 + step / 7)) for name, optimizer in self.inner.items()
         }
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        self._averages.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
+        self.averages.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
         self.state = WorkerState(
             live=self.model,
             outer_params=self.outer,
@@ -74,7 +74,7 @@ class Trainee:
             inner_optimizer=self.inner,
             scheduler=self.schedulers,
         )
-        self.state.add("average", lambda: self._averages, PartClass.PRIVATE_COPIED)
+        self.state.add("average", lambda: self.averages, PartClass.PRIVATE_COPIED)
         self.state.add("scaler", self.scaler, PartClass.PRIVATE_COPIED)
 
     def inner_step(self, *, overflow: bool = False) -> None:
@@ -92,7 +92,7 @@ class Trainee:
             scheduler.step()
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                self._averages[name].lerp_(p, 0.1)
+                self.averages[name].lerp_(p, 0.1)
         self.state.local_progress.inner_step += 1
 
     def outer_step(self) -> None:
@@ -136,11 +136,16 @@ class Trainee:
 def reference(state: WorkerState, name: PartName) -> tuple[bytes, bytes]:
     """Return a part's tree, encoded, and the digest of its logical bytes, taken tensor by tensor, without views."""
     part = state.read_part(name)
-    hasher = blake3.blake3()
+    copies = [torch.empty(0, dtype=torch.uint8)]
     for tensor in part.tensors:
         assert isinstance(tensor, torch.Tensor)
-        hasher.update(tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return part.tree.SerializeToString(deterministic=True), hasher.digest()
+        copies.append(tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8))
+    return part.tree.SerializeToString(deterministic=True), digest_of(torch.cat(copies))
+
+
+def digest_of(data: torch.Tensor) -> bytes:
+    """Return BLAKE3 over a 1-d uint8 tensor."""
+    return blake3.blake3(data.numpy().tobytes()).digest()
 
 
 FIRST = Version(1, 0)
