@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from protos.recovery.v1 import common_pb2, manifest_pb2
 from recovery.errors import ManifestRejected
-from recovery.state.chunks import iterate_chunk_ranges
+from recovery.state.chunks import CHUNK_BYTES, iterate_chunk_ranges
 from recovery.state.codec import path_step, read_key, read_scalar
 from recovery.state.leaf import GRAD_DTYPES, ITEM_BYTES, NUMPY_DTYPES
 from recovery.state.limits import Limits
@@ -82,92 +82,114 @@ def _check_part(part: manifest_pb2.Part, digest_bytes: int, budget: _Budget) -> 
     _require(budget.chunks <= limits.chunks, f"more than {limits.chunks} chunks")
     paths = _check_tree(part, budget)
     offset = 0
-    for index, spec in enumerate(part.tensors):
-        try:
-            _check_tensor(spec, paths[index], limits)
-            _require(spec.offset == offset, f"the offset {spec.offset} instead of {offset}")
-        except ManifestRejected as error:
-            raise ManifestRejected(f"part {part.name!r}, tensor {spec.path[:200]!r}: {error}") from None
+    for path, spec in zip(paths, part.tensors, strict=True):
+        complaint = _complaint_about(spec, path, offset, limits)
+        if complaint:
+            raise ManifestRejected(f"part {part.name!r}, tensor {spec.path[:200]!r}: a manifest with {complaint}")
         offset += spec.num_bytes
-        _require(budget.total_bytes + offset <= limits.total_bytes, f"more than {limits.total_bytes} bytes of tensors")
+        if budget.total_bytes + offset > limits.total_bytes:
+            raise ManifestRejected(f"a manifest with more than {limits.total_bytes} bytes of tensors")
     budget.total_bytes += offset
     _require(part.num_bytes == offset, f"part {part.name!r} of {part.num_bytes} bytes whose tensors have {offset}")
     _check_chunks(part, digest_bytes)
 
 
-def _check_tensor(spec: manifest_pb2.TensorSpec, path: str, limits: Limits) -> None:
-    _require(spec.path == path, f"this path where the tree has {path[:200]!r}")
+def _complaint_about(spec: manifest_pb2.TensorSpec, path: str, offset: int, limits: Limits) -> str:
+    """Return what is wrong with a tensor; empty: nothing. Texts are only made when wanted: there may be 100,000s."""
     item = ITEM_BYTES.get(spec.dtype)
+    shape, order = tuple(spec.shape), tuple(spec.dim_order)
+    if spec.path != path:
+        return f"this path where the tree has {path[:200]!r}"
     if item is None:
-        raise ManifestRejected(f"a manifest with the unknown dtype {spec.dtype[:80]!r}")
-    dims = len(spec.shape)
-    _require(dims <= limits.dims, f"{dims} dimensions, at most {limits.dims} are accepted")
+        return f"the unknown dtype {spec.dtype[:80]!r}"
+    if len(shape) > limits.dims:
+        return f"{len(shape)} dimensions, at most {limits.dims} are accepted"
     span = item  # zeros count as ones: a shape of (0, 2**63) has no bytes and would still break stride arithmetic
-    for size in spec.shape:
-        span *= max(size, 1)
-        _require(span <= limits.total_bytes, f"a shape that spans more than {limits.total_bytes} bytes")
-    num_bytes = item * math.prod(spec.shape)
-    _require(spec.num_bytes == num_bytes, f"{spec.num_bytes} bytes where shape and dtype make {num_bytes}")
-    _require(spec.kind in _KNOWN_KINDS, f"the unknown kind {spec.kind}")
-    _require(bool(_DEVICE_KIND.fullmatch(spec.device_kind)), f"the device kind {spec.device_kind[:80]!r}")
-    if spec.requires_grad:
-        _require(spec.dtype in GRAD_DTYPES, f"requires_grad for {spec.dtype}")
-    if spec.kind == manifest_pb2.TENSOR_KIND_NDARRAY:
-        plain = spec.dtype in NUMPY_DTYPES and spec.device_kind == "cpu" and not spec.requires_grad
-        _require(plain and not spec.HasField("shard"), "an array that numpy cannot have")
-    if len(spec.dim_order):
-        permuted = sorted(spec.dim_order) == list(range(dims)) and list(spec.dim_order) != list(range(dims))
-        _require(permuted, f"the order of dimensions {list(spec.dim_order)[:64]}")
-    if spec.HasField("shard"):
-        _check_shard(spec)
+    for size in shape:
+        span *= size or 1
+    if span > limits.total_bytes:
+        return f"a shape that spans more than {limits.total_bytes} bytes"
+    num_bytes = 0 if 0 in shape else span
+    if spec.num_bytes != num_bytes:
+        return f"{spec.num_bytes} bytes where shape and dtype make {num_bytes}"
+    if spec.offset != offset:
+        return f"the offset {spec.offset} instead of {offset}"
+    if spec.kind not in _KNOWN_KINDS:
+        return f"the unknown kind {spec.kind}"
+    if not _DEVICE_KIND.fullmatch(spec.device_kind):
+        return f"the device kind {spec.device_kind[:80]!r}"
+    if spec.requires_grad and spec.dtype not in GRAD_DTYPES:
+        return f"requires_grad for {spec.dtype}"
+    if order and (sorted(order) != list(range(len(shape))) or list(order) == sorted(order)):
+        return f"the order of dimensions {order[:64]}"
+    has_shard = spec.HasField("shard")
+    if spec.kind == manifest_pb2.TENSOR_KIND_NDARRAY and (
+        spec.dtype not in NUMPY_DTYPES or spec.device_kind != "cpu" or spec.requires_grad or has_shard
+    ):
+        return "an array that numpy cannot have"
+    return _complaint_about_shard(spec) if has_shard else ""
 
 
-def _check_shard(spec: manifest_pb2.TensorSpec) -> None:
+def _complaint_about_shard(spec: manifest_pb2.TensorSpec) -> str:
     shard, dims = spec.shard, len(spec.shape)
-    _require(len(shard.global_shape) == len(shard.global_offset) == dims, "a shard of other dimensions than its tensor")
+    if not len(shard.global_shape) == len(shard.global_offset) == dims:
+        return "a shard of other dimensions than its tensor"
     for size, start, whole in zip(spec.shape, shard.global_offset, shard.global_shape, strict=True):
-        _require(start + size <= whole < 1 << 62, f"a shard from {start} to {start + size} of {whole}")
-    _require(1 <= len(shard.mesh_shape) <= 8, f"a mesh of {len(shard.mesh_shape)} dimensions")
-    _require(len(shard.placements) == len(shard.mesh_shape), "placements that do not fit the mesh")
-    _require(all(_PLACEMENT.fullmatch(text) for text in shard.placements), "a placement that torch does not print")
-    _require(0 < math.prod(shard.mesh_shape) <= 1 << 24, "a mesh without or with too many ranks")
+        if not start + size <= whole < 1 << 62:
+            return f"a shard from {start} to {start + size} of {whole}"
+    if not 1 <= len(shard.mesh_shape) <= 8:
+        return f"a mesh of {len(shard.mesh_shape)} dimensions"
+    if len(shard.placements) != len(shard.mesh_shape):
+        return "placements that do not fit the mesh"
+    if not all(_PLACEMENT.fullmatch(text) for text in shard.placements):
+        return "a placement that torch does not print"
+    if not 0 < math.prod(shard.mesh_shape) <= 1 << 24:
+        return "a mesh without or with too many ranks"
+    return ""
 
 
 def _check_chunks(part: manifest_pb2.Part, digest_bytes: int) -> None:
+    """Check the table of chunks against the rule, and that exactly the tensors which share a chunk have a digest."""
     where = f"part {part.name!r}"
-    expected = iterate_chunk_ranges([spec.num_bytes for spec in part.tensors])
-    position, num_tensors = 0, len(part.tensors)
+    tensors = [(spec.num_bytes, spec.digest) for spec in part.tensors]
+    rule = iterate_chunk_ranges([num_bytes for num_bytes, _ in tensors])
     for number, chunk in enumerate(part.chunks):
-        found = (chunk.offset, chunk.num_bytes)
-        wanted = next(expected, None)
-        _require(found == wanted, f"{where}: chunk {number} at {found} where the rule says {wanted}")
-        _require(
-            len(chunk.digest) == digest_bytes, f"{where}: chunk {number} with a digest of {len(chunk.digest)} bytes"
-        )
-        sharing = []
-        end = chunk.offset + chunk.num_bytes
-        while position < num_tensors and part.tensors[position].offset + part.tensors[position].num_bytes <= end:
-            spec = part.tensors[position]
-            position += 1
-            if not spec.num_bytes:
-                _require(not spec.digest, f"{where}: a digest for the empty tensor {spec.path!r}")
-            elif spec.offset >= chunk.offset:
-                sharing.append(spec)
-            else:
-                _require(not spec.digest, f"{where}: a digest for {spec.path!r}, which has chunks of its own")
-        size = digest_bytes if len(sharing) > 1 else 0
-        for spec in sharing:
-            _require(
-                len(spec.digest) == size, f"{where}: {spec.path!r} with {len(spec.digest)} digest bytes, not {size}"
+        found, wanted = (chunk.offset, chunk.num_bytes), next(rule, None)
+        if found != wanted:
+            raise ManifestRejected(f"{where}: chunk {number} at {found} where the rule says {wanted}")
+        if len(chunk.digest) != digest_bytes:
+            raise ManifestRejected(f"{where}: chunk {number} with a digest of {len(chunk.digest)} bytes")
+    _require(next(rule, None) is None, f"{where}: chunks that do not reach its end")
+    sharing: list[int] = []
+    packed = 0
+    for index, (num_bytes, digest) in enumerate(tensors):
+        # The rule again, as the tensors see it: a chunk ends where the next tensor is large or does not fit.
+        if packed and (num_bytes >= CHUNK_BYTES or packed + num_bytes > CHUNK_BYTES):
+            _check_sharing(part, sharing, digest_bytes)
+            packed = 0
+        if 0 < num_bytes < CHUNK_BYTES:
+            packed += num_bytes
+            sharing.append(index)
+        elif digest:
+            what = "the empty tensor" if not num_bytes else "a tensor with chunks of its own:"
+            raise ManifestRejected(f"{where}: a digest for {what} {part.tensors[index].path[:200]!r}")
+    _check_sharing(part, sharing, digest_bytes)
+
+
+def _check_sharing(part: manifest_pb2.Part, sharing: list[int], digest_bytes: int) -> None:
+    size = digest_bytes if len(sharing) > 1 else 0
+    for index in sharing:
+        spec = part.tensors[index]
+        if len(spec.digest) != size:
+            raise ManifestRejected(
+                f"part {part.name!r}: {spec.path[:200]!r} with {len(spec.digest)} digest bytes, not {size}"
             )
-    _require(next(expected, None) is None, f"{where}: chunks that do not reach its end")
-    rest = part.tensors[position:]
-    _require(not any(spec.digest for spec in rest), f"{where}: a digest for an empty tensor")
+    sharing.clear()
 
 
 def _check_tree(part: manifest_pb2.Part, budget: _Budget) -> list[str]:
     """Return the path of each tensor's first reference; there are as many as the part has tensors."""
-    walk = _TreeWalk(part, budget)
+    walk = _TreeWalk(len(part.tensors), budget)
     try:
         walk.value(part.tree, "", 0)
     except ManifestRejected as error:
@@ -181,7 +203,7 @@ def _check_tree(part: manifest_pb2.Part, budget: _Budget) -> list[str]:
 
 @dataclass(slots=True)
 class _TreeWalk:
-    part: manifest_pb2.Part
+    num_tensors: int
     budget: _Budget
     paths: list[str] = field(default_factory=list)
     # Of each container in the order of opening: whether a back reference to it is allowed.
@@ -190,7 +212,8 @@ class _TreeWalk:
     def value(self, tree: manifest_pb2.Value, path: str, depth: int) -> None:
         limits = self.budget.limits
         self.budget.nodes += 1
-        _require(self.budget.nodes <= limits.nodes, f"more than {limits.nodes} values")
+        if self.budget.nodes > limits.nodes:
+            raise ManifestRejected(f"a manifest with more than {limits.nodes} values")
         kind = tree.WhichOneof("kind")
         if kind is None:
             raise ManifestRejected(f"a value of no kind at {path[:200]!r}")
@@ -216,19 +239,23 @@ class _TreeWalk:
     def _tensor(self, index: int, path: str) -> None:
         if index < len(self.paths):
             return  # tied to an earlier one
-        _require(index == len(self.paths), f"tensor {index} at {path[:200]!r} where {len(self.paths)} is the next")
-        _require(index < len(self.part.tensors), f"tensor {index} of {len(self.part.tensors)} at {path[:200]!r}")
-        _require(len(path) <= self.budget.limits.path_chars, f"a path of {len(path)} characters")
+        if index >= self.num_tensors:
+            raise ManifestRejected(f"a manifest with tensor {index} of {self.num_tensors} at {path[:200]!r}")
+        if index != len(self.paths):
+            raise ManifestRejected(f"a manifest with tensor {index} at {path[:200]!r}, {len(self.paths)} is the next")
+        if len(path) > self.budget.limits.path_chars:
+            raise ManifestRejected(f"a manifest with a path of {len(path)} characters")
         self.paths.append(path)
 
     def _mapping(self, mapping: manifest_pb2.Mapping, path: str, depth: int) -> None:
         prefix = path + "/" if path else ""
         _require(len(prefix) <= self.budget.limits.path_chars, f"a path of {len(prefix)} characters")
         keys: set[object] = set()
+        short = path[:200]
         for entry in mapping.entries:
-            key = read_key(entry.key, path[:200], self.budget.limits)
-            # 1, 1.0 and True are one key to Python: such a mapping would come back shorter.
-            _require(key not in keys, f"the key {str(key)[:80]!r} twice at {path[:200]!r}")
+            key = read_key(entry.key, short, self.budget.limits)
+            if key in keys:  # 1, 1.0 and True are one key to Python: such a mapping would come back shorter
+                raise ManifestRejected(f"a manifest with the key {str(key)[:80]!r} twice at {short!r}")
             keys.add(key)
             self.value(entry.value, prefix + path_step(key), depth)
 
