@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import sqlite3
 from pathlib import Path
 from typing import TextIO
@@ -33,7 +34,8 @@ FORMAT = 1
 
 _TABLES = """
 CREATE TABLE run (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), format INTEGER NOT NULL, run_id TEXT NOT NULL,
-    generation INTEGER NOT NULL, numerics_id TEXT NOT NULL, layout_digest BLOB NOT NULL, paused TEXT NOT NULL);
+    generation INTEGER NOT NULL, token TEXT NOT NULL, numerics_id TEXT NOT NULL, layout_digest BLOB NOT NULL,
+    paused TEXT NOT NULL);
 CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, outer_step INTEGER NOT NULL, cause TEXT NOT NULL,
     parent_lineage INTEGER NOT NULL, parent_outer_step INTEGER NOT NULL, lost_steps INTEGER NOT NULL,
     worker_id TEXT NOT NULL, incarnation TEXT NOT NULL, started REAL NOT NULL);
@@ -145,7 +147,8 @@ class History:
                 f"state directory {self._path} already holds run {self._run_id()!r}: leave --new-run out to go on with "
                 "it, or give the new run its own --state-dir"
             )
-        row = f"INSERT INTO run VALUES (1, {FORMAT}, '{run_id}', 0, '', x'', '');"  # checked_id leaves no quotes in
+        token = secrets.token_hex(4) + "-"
+        row = f"INSERT INTO run VALUES (1, {FORMAT}, '{run_id}', 0, '{token}', '', x'', '');"  # checked: no quotes
         database.executescript("BEGIN IMMEDIATE;" + _TABLES + row + "COMMIT;")
 
     def load(self, run_id: str) -> HistoryRecord:
@@ -263,10 +266,10 @@ class History:
 
     @staticmethod
     def _read(database: sqlite3.Connection, run_id: str) -> HistoryRecord:
-        generation, numerics_id, layout_digest, paused = database.execute(
-            "SELECT generation, numerics_id, layout_digest, paused FROM run"
+        generation, token, numerics_id, layout_digest, paused = database.execute(
+            "SELECT generation, token, numerics_id, layout_digest, paused FROM run"
         ).fetchone()
-        record = HistoryRecord(run_id, generation, numerics_id, layout_digest, paused=paused)
+        record = HistoryRecord(run_id, generation, numerics_id, layout_digest, paused=paused, token=token)
         for lineage, step, cause, parent, parent_step, *rest in database.execute(
             "SELECT * FROM lineages ORDER BY lineage"
         ):

@@ -161,7 +161,7 @@ class OrderDesk:
 
     def _post(self, member: Member, order: coordinator_pb2.Order) -> str:
         self._num_orders += 1
-        order.order_id = f"o{self._run.record.generation}-{self._num_orders}"
+        order.order_id = f"o{self._run.record.id_prefix}-{self._num_orders}"
         self._run.tell(member, order)
         return order.order_id
 

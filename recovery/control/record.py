@@ -145,6 +145,8 @@ class HistoryRecord:
     committed: Version = NO_VERSION
     committed_epoch: int = 0
     """The epoch that created ``committed``; zero: a lineage's beginning did."""
+    token: str = ""
+    """Made at the run's creation: ids of a coordinator that lost its history differ from the lost ones."""
 
     def apply(self, change: Change) -> None:
         """Take in one change; the same change again alters nothing."""
@@ -192,6 +194,11 @@ class HistoryRecord:
             self.committed, self.committed_epoch = change.created, change.epoch
         else:
             self.num_aborted += 1
+
+    @property
+    def id_prefix(self) -> str:
+        """What makes this coordinator's ids of transfers and orders different from those of every other."""
+        return f"{self.token}{self.generation}"
 
     @property
     def sealed_fingerprint(self) -> bytes:

@@ -74,7 +74,7 @@ class TicketDesk:
                     return Transfer(transfer_id, 1000 * run.record.generation, "", since=run.now)
             except BadConfiguration:
                 pass  # an id that this coordinator never gave: the joiner is given a good one
-        return Transfer(f"t{run.record.generation}-{run.num_transfers}", 0, "", since=run.now)
+        return Transfer(f"t{run.record.id_prefix}-{run.num_transfers}", 0, "", since=run.now)
 
     def report(self, member: Member, message: coordinator_pb2.RecoveryReport) -> None:
         """One attempt ended."""

@@ -149,8 +149,8 @@ class World:
         """An operator begins anew under the old run id: the history is gone."""
         self.struck["lose-state-dir"] += 1
         self.say("state directory lost")
-        self.durable = HistoryRecord("run")
         self.oracle.begin_era()
+        self.durable = HistoryRecord("run", token=f"e{self.oracle.era}-")
 
     def _feed(self, event: MachineInput) -> None:
         if self.machine is None:
