@@ -16,8 +16,8 @@ from recovery.errors import BadConfiguration
 
 def demo(
     workers: Annotated[int, typer.Option(help="Workers in all; the last one joins mid-run. At least 3.")] = 4,
-    outer_steps: Annotated[int, typer.Option(help="Outer steps before everything is killed, at least.")] = 24,
-    inner_steps: Annotated[int, typer.Option(help="Inner steps between two outer steps.")] = 8,
+    outer_steps: Annotated[int, typer.Option(help="Outer steps before everything is killed, at least.")] = 20,
+    inner_steps: Annotated[int, typer.Option(help="Inner steps between two outer steps.")] = 12,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the loss curves, the record and the logs. Without it nothing stays.")
     ] = None,

@@ -40,9 +40,9 @@ class ScenarioSettings:
 
     workers: int = 4
     """All workers, the one that joins mid-run included."""
-    outer_steps: int = 24
+    outer_steps: int = 20
     """Outer steps of the first lineage, at least; it goes on until every act has taken place."""
-    inner_steps: int = 8
+    inner_steps: int = 12
     seed: int = 0
     run_id: str = "demo"
 

@@ -16,7 +16,7 @@ import pytest
 from recovery.demo import plot
 from tests.unit.demo.test_proofs import ALL
 
-SHORT = ["--workers", "3", "--outer-steps", "8", "--inner-steps", "5"]
+SHORT = ["--workers", "3", "--outer-steps", "8", "--inner-steps", "10"]
 DEMO = [sys.executable, "-m", "recovery.cli.main", "demo", "--json", *SHORT]
 
 
