@@ -50,6 +50,8 @@ class RestoreReport:
     """Tensors that the worker did not have."""
     removed: int
     """Tensors that the worker had and the donor did not."""
+    differences: tuple[str, ...] = ()
+    """Lenient only: how parts that were left as they are do not fit."""
 
 
 class Restoration:
@@ -175,6 +177,7 @@ class Restoration:
             num_bytes=sum(one.spec.num_bytes for one in receiving.values()),
             created=sum(landing.num_created for landing in landings.values()),
             removed=removed,
+            differences=self.differences,
         )
 
     def _prepared(self) -> dict[PartName, Receiving]:

@@ -215,7 +215,8 @@ def strict_report_and_lenient() -> None:
             transfer(donor.state, joiner.state)
         assert any(said in line for line in layout_differences(joiner.state, describe_state(donor.state)).lines)
         assert contents(joiner.state) == before
-        transfer(donor.state, joiner.state, lenient=True)
+        restored = transfer(donor.state, joiner.state, lenient=True)
+        assert any(said in line for line in restored.differences)
         after = contents(joiner.state)
         assert after["inner_optimizer"] == before["inner_optimizer"]
         assert after["outer_params"] == contents(donor.state)["outer_params"]

@@ -86,6 +86,19 @@ def test_an_unnamed_parameter_is_named_by_its_place_or_by_the_optimizers_own_nam
         assert paths == [f"state/{name}/momentum_buffer"]
 
 
+def test_a_parameter_that_is_replaced_is_named_again() -> None:
+    net = nn.Linear(2, 2, bias=False)
+    optimizer = optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
+    state = WorkerState(live=net, outer_params=nn.Linear(2, 2, bias=False), inner_optimizer=optimizer)
+    state.read_part(INNER)
+    net.weight = nn.Parameter(torch.ones(2, 2))
+    optimizer.param_groups[0]["params"] = [net.weight]
+    optimizer.state.clear()
+    net.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert [spec.path for spec in state.read_part(INNER).specs] == ["state/weight/momentum_buffer"]
+
+
 def test_two_parameters_that_share_a_name_are_told_apart() -> None:
     net = nn.Linear(2, 2)
     copies = {name: nn.Parameter(p.detach().clone()) for name, p in net.named_parameters()}
