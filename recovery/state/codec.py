@@ -205,8 +205,10 @@ def _read_big_int(value: manifest_pb2.Value, path: str, limits: Limits) -> int:
 
 
 def _read_text(value: manifest_pb2.Value, path: str, limits: Limits) -> str:
-    _capped(value.text, path, limits)
-    return value.text
+    text = value.text
+    if 4 * len(text) > limits.text_bytes:  # a character has at most four bytes: most texts need no second look
+        _capped(text.encode(), path, limits)
+    return text
 
 
 def _read_dtype(value: manifest_pb2.Value, path: str, limits: Limits) -> torch.dtype:
@@ -257,8 +259,7 @@ _READERS: dict[str, Callable[[manifest_pb2.Value, str, Limits], object]] = {
 }
 
 
-def _capped(data: bytes | str, path: str, limits: Limits) -> bytes:
-    # A str's UTF-8 bytes are at least its characters; the message's own cap bounds the rest.
+def _capped(data: bytes, path: str, limits: Limits) -> bytes:
     if len(data) > limits.text_bytes:
         raise ManifestRejected(f"{path or '(root)'}: {len(data)} bytes in one value, at most {limits.text_bytes} are")
-    return data if isinstance(data, bytes) else b""
+    return data

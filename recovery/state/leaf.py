@@ -81,10 +81,14 @@ def tensor_leaf(path: str, value: torch.Tensor) -> Leaf:
         UnsupportedLeaf: a subclass other than Parameter and DTensor, a sparse, quantized, meta or lazily conjugated
             tensor, or a dtype without a byte form.
     """
-    kind = TensorKind.PARAMETER if isinstance(value, nn.Parameter) else TensorKind.TENSOR
     cls = type(value)
     local, shard = value, None
-    if cls is not torch.Tensor and cls is not nn.Parameter:
+    if cls is torch.Tensor:
+        kind = TensorKind.TENSOR
+    elif cls is nn.Parameter:
+        kind = TensorKind.PARAMETER
+    else:
+        kind = TensorKind.PARAMETER if isinstance(value, nn.Parameter) else TensorKind.TENSOR
         local, shard = _shard_of(path, value)
     if local.layout is not torch.strided:
         raise unsupported(path, value, f"its layout is {local.layout}: store value.to_dense()")
