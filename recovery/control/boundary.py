@@ -46,6 +46,9 @@ from recovery.events import (
 from recovery.events import VersionSealed as VersionSealedEvent
 from recovery.types import NO_VERSION, Version
 
+MAX_TOKENS = 2**63 - 1
+"""What the history can store."""
+
 BLAMES_UNTIL_LEFT_OUT = 3
 """Failed epochs of one boundary in which a member was blamed, after which the next roster goes without it."""
 
@@ -159,7 +162,8 @@ class BoundaryDesk:
         version = from_proto(message.version)
         if message.data_position or message.tokens:
             known = record.positions.get(member.worker_id)
-            change = PositionRecorded(member.worker_id, version, message.tokens, message.data_position)
+            tokens = min(message.tokens, MAX_TOKENS)
+            change = PositionRecorded(member.worker_id, version, tokens, message.data_position)
             if record.on_path(version) and change != known:
                 run.persist(change)
         if member.standing is not Standing.JOINING and version >= member.held:
@@ -401,12 +405,13 @@ class BoundaryDesk:
     def _remaining(member: Member, version: Version) -> float | None:
         """Return the seconds that a member still needs by its own announcements; None: it announced nothing."""
         told = member.advertisement
+        step_seconds = member.seconds_per_inner_step
         if member.began_late_at == version:
-            return told.seconds_per_inner_step  # it was told that the phase ends: one step, at most
-        if member.advertised_at is None or not told.inner_steps_per_phase or told.seconds_per_inner_step <= 0:
+            return step_seconds  # it was told that the phase ends: one step, at most
+        if member.advertised_at is None or not told.inner_steps_per_phase or not step_seconds:
             return None
         steps_left = max(0, told.inner_steps_per_phase - told.inner_step)
-        return steps_left * told.seconds_per_inner_step
+        return steps_left * step_seconds
 
     def _left_out(self, arrived: set[str]) -> set[str]:
         """Return a member that this boundary goes without, because epoch after epoch was blamed on it."""

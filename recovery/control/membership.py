@@ -12,6 +12,9 @@ from recovery.control.wire import PROTOCOL, from_proto
 from recovery.errors import LayoutMismatch, RecoveryError, RunRefused
 from recovery.types import NO_VERSION, Version, WorkerRef
 
+MAX_STEP_SECONDS = 86_400.0
+"""An inner step that is said to take longer is not believed."""
+
 
 class Standing(enum.Enum):
     """What a worker's state is to the run."""
@@ -123,7 +126,13 @@ class Member:
 
     def stall_limit(self, policy: RunPolicy) -> float:
         """Seconds without progress after which the trainer counts as stalled."""
-        return max(policy.stall_after_seconds, 10.0 * self.advertisement.seconds_per_inner_step)
+        return max(policy.stall_after_seconds, 10.0 * self.seconds_per_inner_step)
+
+    @property
+    def seconds_per_inner_step(self) -> float:
+        """As announced; zero: unknown, or nothing that a step can take."""
+        told = self.advertisement.seconds_per_inner_step
+        return told if 0.0 < told < MAX_STEP_SECONDS else 0.0
 
 
 def refusal(hello: coordinator_pb2.Hello, policy: RunPolicy, record: HistoryRecord) -> RecoveryError | None:

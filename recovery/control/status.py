@@ -5,7 +5,7 @@ from __future__ import annotations
 from protos.recovery.v1 import operations_pb2
 from recovery.control.membership import Member, Standing
 from recovery.control.run_state import RunState
-from recovery.control.wire import duration, timestamp, to_proto
+from recovery.control.wire import duration, seconds, timestamp, to_proto
 from recovery.types import NO_VERSION
 
 
@@ -127,5 +127,5 @@ def _at_boundary(run: RunState, member: Member, now: float) -> tuple[str, float]
         return f"its own inner step, which stands still at {member.advertisement.inner_step}", member.progress_at
     told = member.advertisement
     if told.waiting_for:
-        return told.waiting_for, (member.advertised_at or now) - told.waited.ToTimedelta().total_seconds()
+        return told.waiting_for, (member.advertised_at or now) - seconds(told.waited)
     return "", now

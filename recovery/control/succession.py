@@ -267,6 +267,23 @@ class SuccessionDesk:
             and member.voter not in self._unfit
         )
 
+    def _remembers(self, member: Member) -> bool:
+        """Return whether a member's memory is an earlier sealed state of this history."""
+        record = self._run.record
+        return (
+            record.seals.get(member.held) == member.fingerprint
+            and record.on_path(member.held)
+            and not member.poisoned
+            and member.voter not in self._unfit
+            and member.standing is not Standing.JOINING
+        )
+
+    def _keeps_memory(self, member: Member) -> bool:
+        """Return whether a member is not asked for a checkpoint: loading one would cost a state, maybe the last."""
+        told = member.advertisement
+        newer = told.HasField("checkpoint_version") and from_proto(told.checkpoint_version) > member.held
+        return self._remembers(member) and not newer
+
     def _held_history(self, member: Member) -> bool:
         return member.held >= self._run.record.sealed or member.standing in AUTHORITIES
 
@@ -284,7 +301,7 @@ class SuccessionDesk:
         run.outlook = f"no live worker holds {run.record.committed}: the newest checkpoint is being looked for"
         open_answers = []
         for member in run.live():
-            if member.standing is Standing.FOREIGN or member.has_no_checkpoint:
+            if member.standing is Standing.FOREIGN or member.has_no_checkpoint or self._keeps_memory(member):
                 continue
             if member.asked_for_checkpoint_at is None:
                 self._ask(member, run.outlook, NO_VERSION)
@@ -307,6 +324,16 @@ class SuccessionDesk:
             self._begin_from(voter, offers[voter], RESUME, [])
             return
         if open_answers:
+            return
+        if memories := [member for member in run.live() if self._remembers(member)]:
+            newest = max(memories, key=lambda member: member.held)
+            self.begin(
+                newest,
+                newest.held.outer_step,
+                RESUME,
+                parent=newest.held,
+                expected_fingerprint=newest.fingerprint,
+            )
             return
         reason = f"no live worker holds {run.record.committed}, and no worker has a checkpoint that is of this history"
         for member in run.live():

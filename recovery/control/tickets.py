@@ -49,6 +49,8 @@ class TicketDesk:
         else:
             run.end_attempt(member)
         for donor in message.failed_donors:
+            if donor not in run.members:
+                continue
             transfer.failures.setdefault(donor, 1)
         transfer.wanted_donor = message.from_worker_id
         member.transfer = transfer
@@ -80,7 +82,7 @@ class TicketDesk:
         """One attempt ended."""
         run = self._run
         for rate in message.donor_rates:
-            if rate.bytes_per_second > 0:
+            if rate.worker_id in run.members and 0.0 < rate.bytes_per_second < float("inf"):
                 run.rates[member.worker_id, rate.worker_id] = rate.bytes_per_second
         attempt = (message.transfer_id, message.attempt)
         transfer = member.transfer
@@ -178,7 +180,8 @@ class TicketDesk:
         message: coordinator_pb2.RecoveryReport,
         tried: tuple[str, ...],
     ) -> None:
-        blamed = {failure.worker_id: failure.failure for failure in message.donor_failures}
+        known = self._run.members
+        blamed = {told.worker_id: told.failure for told in message.donor_failures if told.worker_id in known}
         if not blamed and message.failure.next_action == common_pb2.NEXT_ACTION_OTHER_DONOR:
             blamed = dict.fromkeys(tried, message.failure)
         for donor, failure in blamed.items():

@@ -198,7 +198,7 @@ class Process:
             if self.mode in (IDLE, RESTORING):
                 self.turn_to(IDLE)
             self.later(self.task, self.world.random.uniform(0.05, 0.5), "offer")
-        elif not message.expected and self.mode == IDLE:
+        elif not message.expected and self.mode in (IDLE, TRAINING, BOUNDARY):
             self.world.exit(self, message.reason)
 
     def offer(self) -> None:

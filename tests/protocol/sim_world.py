@@ -16,7 +16,7 @@ from recovery.control.record import ABORTED, OPEN, EpochClosed, HistoryRecord, c
 from recovery.control.run import RunMachine
 from recovery.control.wire import from_proto
 from recovery.types import NO_VERSION, Version, WorkerRef
-from tests.protocol.sim_oracle import Oracle, mix
+from tests.protocol.sim_oracle import Oracle, Violation, mix
 from tests.protocol.sim_worker import AVERAGING, RESTORING, Process
 
 LEASE_SECONDS = 4.0
@@ -159,6 +159,8 @@ class World:
         machine = self.machine
         self._carry_out(machine.handle(event, self.now))
         wake = machine.next_wakeup()
+        if wake is not None and wake <= self.now:
+            raise Violation(f"the machine wants to be woken at {wake}, which is not in the future")
         if machine is self.machine and wake is not None and wake != self._wake_at:
             self._wake_at = wake
             self.at(wake, lambda: self._tick(machine, wake))
