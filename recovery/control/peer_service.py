@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from types import TracebackType
@@ -107,6 +108,8 @@ class PeerServer:
         """
         if self._server is not None or self._closed:
             raise MisuseError("the peer server was started or closed before")
+        if self._host in ("", "0.0.0.0", "::"):
+            raise BadConfiguration(f"the peer server cannot advertise {self._host!r}: name one interface's address")
         self._security.check_host(self._host, what="the peer server's address")
         token = self._security.bearer_token()
         self._executor = futures.ThreadPoolExecutor(
@@ -287,4 +290,4 @@ def _abort(context: Any, error: RecoveryError) -> None:
 
 def _plain(peer: str) -> str:
     """Return gRPC's name of a peer ("ipv4:10.0.0.2:4711", "ipv6:%5B::1%5D:4711") as people write it."""
-    return peer.removeprefix("ipv4:").removeprefix("ipv6:").replace("%5B", "[").replace("%5D", "]")
+    return urllib.parse.unquote(peer).removeprefix("ipv4:").removeprefix("ipv6:")

@@ -16,6 +16,7 @@ from protos.recovery.v1 import (
     operations_pb2,
     operations_pb2_grpc,
 )
+from recovery.control.advertised import own_hosts, without_loopback
 from recovery.control.inputs import OperationRequest
 from recovery.control.owner import RunOwner, WorkerStream, spawn
 from recovery.control.rpc_errors import abort_details
@@ -46,7 +47,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         """Keep a worker attached until its stream, or the coordinator, ends."""
         try:
-            hello = await self._hello(request_iterator)
+            hello = without_loopback(await self._hello(request_iterator), context.peer(), own_hosts())
             stream = WorkerStream(from_proto(hello.worker))
         except RecoveryError as error:
             await _abort(context, error)

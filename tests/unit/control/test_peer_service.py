@@ -350,6 +350,12 @@ def test_a_probe_that_asks_for_too_many_ways_back_is_refused(donor: Donor) -> No
 # Life
 
 
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_what_cannot_be_advertised_is_not_bound(host: str) -> None:
+    with pytest.raises(BadConfiguration, match="name one interface"):
+        PeerServer(host, 0, lambda side: None, SecurityConfig(insecure=True)).start()
+
+
 def test_a_taken_port_is_named(donor: Donor) -> None:
     port = donor.server.address.port
     with pytest.raises(BadConfiguration, match=rf"cannot listen on 127\.0\.0\.1:{port}"):

@@ -204,7 +204,7 @@ def test_one_certificate_may_serve_every_worker_by_its_name(tmp_path: Path) -> N
 
 def test_servers_do_not_listen_in_plaintext_beyond_loopback(tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match="--insecure"):
-        PeerServer("0.0.0.0", 0, answer, RIGHT).start()
+        PeerServer("192.0.2.1", 0, answer, RIGHT).start()
     with (
         pytest.raises(BadConfiguration, match="--insecure"),
         coordinator(tmp_path, security=RIGHT, listen=Address("0.0.0.0", 0)),
