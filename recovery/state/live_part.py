@@ -13,7 +13,7 @@ from protos.recovery.v1 import manifest_pb2
 from recovery.errors import UnsupportedLeaf
 from recovery.state.chunks import PartBytes, chunk_ranges
 from recovery.state.destination import raw
-from recovery.state.digest import digest_part, fingerprint
+from recovery.state.digest import digest_part, digest_part_and_blocks, fingerprint
 from recovery.state.leaf import Leaf
 from recovery.state.manifest import ChunkSpec, Manifest, PartSpec, TensorSpec, specs_of
 from recovery.state.tree import split
@@ -69,15 +69,35 @@ def describe(
     numerics_id: NumericsId,
     layout_digest: bytes,
     algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
+    agreed_fingerprint: Fingerprint | None = None,
 ) -> Manifest:
-    """Return the manifest of ``parts`` as their memory is now: the digest pass, which reads every byte.
+    """Return the manifest of ``parts`` as their memory is now: the digest pass, which reads every byte once.
 
-    The memory must stand still meanwhile. May run on any thread; other threads run while bytes are hashed. The
-    fingerprint is that of the replicated parts among ``parts``.
+    The memory must stand still meanwhile. May run on any thread; other threads run while bytes are hashed.
+
+    Args:
+        parts: As they were read.
+        run_id: Goes into the manifest, as do the next four.
+        worker: Who describes.
+        cut: What instant the parts show.
+        numerics_id: Of this process.
+        layout_digest: Of the whole worker.
+        algorithm: Digest of chunks, and of the blocks of the fingerprint.
+        agreed_fingerprint: What the worker's local ranks found together, where each holds only shards. None: it is
+            computed from the replicated parts among ``parts``; empty if there is none.
+
+    Raises:
+        MisuseError: a replicated tensor is a shard of a larger one, and no fingerprint was given.
     """
     described = []
+    blocks: dict[str, Sequence[bytes]] = {}
+    replicated = [part for part in parts if part.part_class is PartClass.REPLICATED]
+    needed = {part.name for part in replicated} if agreed_fingerprint is None else set()
     for part in parts:
-        chunks, tensors = digest_part(part.bytes, algorithm)
+        if part.name in needed:
+            (chunks, tensors), blocks[part.name] = digest_part_and_blocks(part.bytes, algorithm, algorithm)
+        else:
+            chunks, tensors = digest_part(part.bytes, algorithm)
         ranges = chunk_ranges(part.bytes.tensor_num_bytes)
         described.append(
             PartSpec(
@@ -95,14 +115,15 @@ def describe(
                 num_bytes=part.bytes.num_bytes,
             )
         )
-    replicated = [part for part in parts if part.part_class is PartClass.REPLICATED]
+    if agreed_fingerprint is None:
+        agreed_fingerprint = fingerprint(replicated, algorithm, blocks) if replicated else Fingerprint(b"")
     return Manifest(
         run_id=run_id,
         worker=worker,
         cut=cut,
         numerics_id=numerics_id,
         layout_digest=layout_digest,
-        fingerprint=fingerprint(replicated) if replicated else Fingerprint(b""),
+        fingerprint=agreed_fingerprint,
         digest_algorithm=algorithm,
         parts=tuple(described),
     )

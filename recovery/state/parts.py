@@ -103,6 +103,7 @@ class WorkerState:
         scheduler: LRScheduler | Mapping[str, LRScheduler] | None = None,
         buffers: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | None = "auto",
         replicated_buffers: bool = False,
+        frozen_params: PartClass = PartClass.REPLICATED,
     ) -> None:
         """Describe the worker's objects; nothing is copied.
 
@@ -118,6 +119,8 @@ class WorkerState:
             scheduler: One, or several by name. A scheduler of an outer optimizer is replicated.
             buffers: ``"auto"``: those of ``live``, persistent or not. None: none. Else what to take instead.
             replicated_buffers: The training code makes buffers equal on all workers at each outer step.
+            frozen_params: Class of the parameters of ``live`` that do not require gradients and that no outer parameter
+                mirrors. Private-copied if each worker changes them after all (a teacher that follows the model).
 
         Raises:
             BadConfiguration: the objects do not fit together; names what does not.
@@ -137,7 +140,7 @@ class WorkerState:
             self._register(TensorsPart(OUTER_PARAMS, replicated, self.read_outer_params))
         frozen, local_only = self._uncovered(outer)
         if frozen:
-            self._register(TensorsPart(FROZEN_PARAMS, replicated, lambda: self._live_params(frozen)))
+            self._register(TensorsPart(FROZEN_PARAMS, frozen_params, lambda: self._live_params(frozen)))
         outer_optimizers = _by_part(OUTER_OPTIMIZER, outer_optimizer) | {
             PartName(f"{OUTER_OPTIMIZER}.{fragment.name}"): fragment.outer_optimizer
             for fragment in self._fragments

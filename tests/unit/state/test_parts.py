@@ -8,9 +8,9 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from recovery.errors import BadConfiguration, MisuseError, UnsupportedLeaf
-from recovery.state import Fragment, WorkerState, fingerprint
+from recovery.state import Fragment, WorkerState, describe, fingerprint, part_digests
 from recovery.state.manifest import TensorKind
-from recovery.types import PartClass, PartName
+from recovery.types import DigestAlgorithm, Fingerprint, PartClass, PartName
 from tests.support import zoo_models as models
 from tests.support.state_lab import contents, describe_state, same_bits
 from tests.support.zoo import Case, Worker
@@ -183,6 +183,13 @@ def test_frozen_parameters_that_nobody_mirrors_are_a_replicated_part() -> None:
     state = WorkerState(live=net, outer_params=[p.detach().clone() for p in trained])
     assert state.part_class(PartName("frozen_params")) is PartClass.REPLICATED
     assert [spec.path for spec in state.read_part(PartName("frozen_params")).specs] == ["0.weight", "0.bias"]
+
+
+def test_frozen_parameters_that_each_worker_changes_after_all_are_private() -> None:
+    net = models.frozen()
+    trained = {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+    state = WorkerState(live=net, outer_params=trained, frozen_params=PartClass.PRIVATE_COPIED)
+    assert "frozen_params" in state.private_copied_names
 
 
 def test_trained_parameters_that_nobody_mirrors_are_private() -> None:
@@ -401,6 +408,39 @@ class TestDescribe:
         assert describe_state(first.state).fingerprint == describe_state(second.state).fingerprint
         second.state.run_progress.tokens += 1
         assert describe_state(first.state).fingerprint != describe_state(second.state).fingerprint
+
+    @pytest.mark.parametrize("algorithm", list(DigestAlgorithm))
+    def test_one_pass_gives_what_two_would(self, algorithm: DigestAlgorithm) -> None:
+        worker = Worker(Case("x", ADAMW), 0)
+        parts = [worker.state.read_part(name) for name in worker.state.part_names]
+        plain = describe_state(worker.state)
+        found = describe(
+            parts,
+            run_id=plain.run_id,
+            worker=plain.worker,
+            cut=plain.cut,
+            numerics_id=plain.numerics_id,
+            layout_digest=plain.layout_digest,
+            algorithm=algorithm,
+        )
+        replicated = [part for part in parts if part.part_class is PartClass.REPLICATED]
+        assert found.fingerprint == fingerprint(replicated, algorithm)
+        for part, spec in zip(parts, found.parts, strict=True):
+            assert [chunk.digest for chunk in spec.chunks] == part_digests(part.bytes, algorithm)
+
+    def test_local_ranks_bring_the_fingerprint_that_they_agreed_on(self) -> None:
+        worker = Worker(Case("x", ADAMW), 0)
+        plain = describe_state(worker.state)
+        found = describe(
+            [worker.state.read_part(name) for name in worker.state.part_names],
+            run_id=plain.run_id,
+            worker=plain.worker,
+            cut=plain.cut,
+            numerics_id=plain.numerics_id,
+            layout_digest=plain.layout_digest,
+            agreed_fingerprint=Fingerprint(b"F" * 32),
+        )
+        assert found.fingerprint == b"F" * 32 and found.parts == plain.parts
 
     def test_tied_weights_and_views_cost_their_bytes_once(self) -> None:
         flat = torch.zeros(1_000_000)
