@@ -13,14 +13,7 @@ import torch
 
 from recovery.clock import Clock
 from recovery.errors import DonorBusy, DonorRefused, MisuseError, RecoveryError
-from recovery.events import (
-    EventSink,
-    GuardCopied,
-    LeaseEnded,
-    LeaseTaken,
-    SnapshotCaptured,
-    TrainingThreadWaited,
-)
+from recovery.events import EventSink
 from recovery.snapshot.capture import PrivateCapture
 from recovery.snapshot.capture_records import Captured, Request
 from recovery.snapshot.config import SnapshotConfig
@@ -30,7 +23,9 @@ from recovery.snapshot.hooks import SILENT_STEPS, OptimizerHooks
 from recovery.snapshot.keeper import Keeper
 from recovery.snapshot.lease import Lease, LeaseBook, LeaseRecord
 from recovery.snapshot.private import PrivateSnapshot
+from recovery.snapshot.reports import Reports
 from recovery.snapshot.service import ServiceThread
+from recovery.snapshot.shelf import Shelf
 from recovery.snapshot.stall import StallAccount, StallCause
 from recovery.snapshot.vault import Vault
 from recovery.state.digest import numerics_id
@@ -75,15 +70,12 @@ class Snapshots:
         self._config = config
         self._run_id = run_id
         self._worker = worker
-        self._events = events
+        self._reports = Reports(events, worker)
         self._clock = clock
         self._use_hooks = hooks
         self.stall = StallAccount()
         self.vault = Vault(config.budget_bytes, keep=config.prefault, pinned=_has_device_state(state))
-        self._lock = threading.Lock()
-        self._current: OuterSnapshot | None = None
-        self._closed_versions: list[OuterSnapshot] = []
-        self._private: list[PrivateSnapshot] = []
+        self._shelf = Shelf()
         self._phase_seconds: float | None = None
         self._layout_digest = b""
         self._inner_step_at_publish = 0
@@ -95,7 +87,7 @@ class Snapshots:
         self._copier = ServiceThread("snapshot-copy")
         self._keeper = Keeper(
             clock,
-            current=lambda: self._current,
+            current=lambda: self._shelf.current,
             phase_seconds=lambda: self._phase_seconds,
             expire=self._expire,
             copy_ahead=config.copy_ahead,
@@ -109,7 +101,7 @@ class Snapshots:
             self._digester,
             measure_in_step_bytes=config.measure_in_step_bytes,
             on_captured=self._captured,
-            on_waited=self._waited,
+            on_waited=self._reports.waited,
         )
         self._hooks = OptimizerHooks(self._before_inner_step, self._after_inner_step, self.before_outer_update)
 
@@ -130,15 +122,12 @@ class Snapshots:
         self._ended = True
         self._hooks.remove()
         self._capture.fail(DonorRefused(f"{self._worker} is closing"))
-        for snapshot in self._all():
+        for snapshot in self._shelf.snapshots():
             snapshot.book.end_all(f"{self._worker} is closing")
         self._keeper.close()
         self._copier.close()
         self._digester.close()
-        with self._lock:
-            self._current = None
-            self._closed_versions.clear()
-            self._private.clear()
+        self._shelf.clear()
         self.vault.close()
 
     def __enter__(self) -> Snapshots:
@@ -151,13 +140,13 @@ class Snapshots:
     @property
     def version(self) -> Version | None:
         """The version that can be leased now; None before the first ``publish`` and during an outer step."""
-        current = self._current
+        current = self._shelf.current
         return current.version if current is not None and current.is_open else None
 
     @property
     def num_leases(self) -> int:
         """Leases that count now, those in grace included."""
-        return sum(len(snapshot.book) for snapshot in self._all())
+        return self._shelf.num_leases
 
     # Training thread
 
@@ -171,7 +160,7 @@ class Snapshots:
             UnsupportedLeaf, MisuseError: a part cannot be read; nothing is published.
         """
         self._check_running()
-        old = self._current
+        old = self._shelf.current
         if old is not None and old.is_open:
             reason = f"{version} was published and the guard had not been called before {old.version} was overwritten"
             self._call(old.void(reason))
@@ -189,11 +178,7 @@ class Snapshots:
                 self._clock,
                 lambda counts, on_empty: self._make_book(cut, counts, on_empty),
             )
-        with self._lock:
-            if old is not None:
-                self._closed_versions.append(old)
-            self._closed_versions = [closed for closed in self._closed_versions if len(closed.book)]
-            self._current = snapshot
+        self._shelf.publish(snapshot)
         self._inner_step_at_publish = self._state.local_progress.inner_step
         self._digester.submit(snapshot.run_digest)
         if self._config.prefault:
@@ -205,7 +190,7 @@ class Snapshots:
         Once a version; further calls do nothing. Costs the copies of what is leased and not yet verified, waits for
         no reader.
         """
-        snapshot = self._current
+        snapshot = self._shelf.current
         if snapshot is None or not snapshot.is_open:
             return
         self._hooks.count(max(0, self._state.local_progress.inner_step - self._inner_step_at_publish))
@@ -220,7 +205,7 @@ class Snapshots:
             report = snapshot.close()
             span.num_bytes = report.copied_bytes
         void = self._call(report.callbacks)
-        self._emit_guard(snapshot.version, report.copied_bytes, void, span.seconds)
+        self._reports.guard_copied(snapshot.version, report.copied_bytes, void, span.seconds)
 
     def inner_boundary(self) -> None:
         """The training thread stands between two inner steps, with all done that belongs to the last one.
@@ -252,7 +237,7 @@ class Snapshots:
             free = self._standing_lock.acquire(blocking=False)
             if not free:
                 self._standing_lock.acquire()
-                self._waited(time.perf_counter() - began, "a capture at the boundary")
+                self._reports.waited(time.perf_counter() - began, "a capture at the boundary")
             self._standing = False
             self._standing_lock.release()
 
@@ -265,7 +250,7 @@ class Snapshots:
             DonorRefused: ``version`` is not held.
             DonorBusy: not ready in time, or overwritten before the pass was through.
         """
-        return self._find(version).manifest(timeout_seconds)[0]
+        return self._shelf.find(version).manifest(timeout_seconds)[0]
 
     def lease_outer(self, version: Version, holder: str) -> Lease:
         """Return a lease on the replicated parts at ``version``.
@@ -278,7 +263,7 @@ class Snapshots:
             DonorBusy: the version is being closed, or its digests are not ready in time.
         """
         self._check_running()
-        snapshot = self._find(version)
+        snapshot = self._shelf.find(version)
         record = snapshot.take(holder)
         generation = record.generation
         self._keeper.wake()
@@ -293,14 +278,7 @@ class Snapshots:
             raise
         lease = Lease(snapshot, record, manifest, manifest_bytes)
         lease.renew()
-        self._events(
-            LeaseTaken(
-                worker_id=self._worker.worker_id,
-                holder=holder,
-                version=version,
-                until_boundary=record.until_boundary,
-            )
-        )
+        self._reports.lease_taken(holder, version, until_boundary=record.until_boundary)
         return lease
 
     def lease_private(self, holder: str, not_before: Version) -> Future[Lease]:
@@ -315,16 +293,14 @@ class Snapshots:
         """
         self._check_running()
         future: Future[Lease] = Future()
-        for snapshot in self._private_held_by(holder):
-            if snapshot.manifest.cut.version >= not_before:
-                future.set_result(self._private_lease(snapshot, holder))
-                return future
+        kept = self._shelf.private_of(holder, not_before)
+        if kept is not None:
+            future.set_result(self._private_lease(kept, holder))
+            return future
         self._capture.request(Request(holder, not_before, future))
         self._refuse_if_silent()
         self._keeper.wake()
-        with self._lock:
-            standing = self._standing
-        if standing:
+        if self._standing:
             self._copier.submit(self._capture_while_standing)
         return future
 
@@ -334,7 +310,7 @@ class Snapshots:
         Raises:
             DonorBusy: no version stands now, or it was closed meanwhile.
         """
-        current = self._current
+        current = self._shelf.current
         if current is None or not current.is_open:
             raise DonorBusy("no version is published now: ask again after the outer step")
         current.manifest(self._config.digest_timeout_seconds)
@@ -342,12 +318,10 @@ class Snapshots:
 
     def expire_leases(self) -> None:
         """Leases past their deadline or grace are over. The keeper calls this while there are leases."""
-        for snapshot in self._all():
+        for snapshot in self._shelf.snapshots():
             snapshot.book.expire()
         self._capture.tidy()
-        with self._lock:
-            self._closed_versions = [closed for closed in self._closed_versions if len(closed.book)]
-            self._private = [private for private in self._private if len(private.book)]
+        self._shelf.sweep()
 
     # Hooks
 
@@ -406,17 +380,8 @@ class Snapshots:
                 raise
             return
         leases = [(request, self._private_lease(snapshot, request.holder)) for request in requests]
-        with self._lock:
-            self._private.append(snapshot)
-        self._events(
-            SnapshotCaptured(
-                worker_id=self._worker.worker_id,
-                cut=captured.cut,
-                num_bytes=sum(part.bytes.num_bytes for part in captured.parts),
-                copied_on_training_thread_bytes=captured.copied_on_training_thread_bytes,
-                training_thread_seconds=captured.training_thread_seconds,
-            )
-        )
+        self._shelf.add(snapshot)
+        self._reports.captured(captured)
         for request, lease in leases:
             request.future.set_result(lease)
         self._keeper.wake()
@@ -465,9 +430,7 @@ class Snapshots:
 
     def _make_book(self, cut: Cut, counts: Sequence[int], on_empty: Callable[[], None]) -> LeaseBook:
         def ended(record: LeaseRecord, reason: str) -> None:
-            self._events(
-                LeaseEnded(worker_id=self._worker.worker_id, holder=record.holder, version=cut.version, reason=reason)
-            )
+            self._reports.lease_ended(record.holder, cut.version, reason)
 
         return LeaseBook(
             counts,
@@ -480,37 +443,8 @@ class Snapshots:
 
     def _private_lease(self, snapshot: PrivateSnapshot, holder: str) -> Lease:
         record = snapshot.book.take(holder, until_boundary=False)
-        self._events(
-            LeaseTaken(
-                worker_id=self._worker.worker_id,
-                holder=holder,
-                version=snapshot.manifest.cut.version,
-                until_boundary=False,
-            )
-        )
+        self._reports.lease_taken(holder, snapshot.manifest.cut.version, until_boundary=False)
         return Lease(snapshot, record, snapshot.manifest, snapshot.manifest_bytes)
-
-    def _private_held_by(self, holder: str) -> list[PrivateSnapshot]:
-        """Private snapshots on which ``holder`` has a lease, newest first."""
-        with self._lock:
-            return [private for private in reversed(self._private) if private.book.holds(holder)]
-
-    def _find(self, version: Version) -> OuterSnapshot:
-        with self._lock:
-            current = self._current
-            if current is not None and current.version == version:
-                return current
-            for closed in self._closed_versions:
-                if closed.version == version:
-                    return closed
-        raise DonorRefused(
-            f"{version} is not held; the newest is {current.version if current else 'not published yet'}"
-        )
-
-    def _all(self) -> list[OuterSnapshot | PrivateSnapshot]:
-        with self._lock:
-            current = [] if self._current is None else [self._current]
-            return [*current, *self._closed_versions, *self._private]
 
     def _call(self, callbacks: Sequence[Callable[[], int | None]]) -> int:
         """Tell readers that live views are closed; return how many pulls they declared void."""
@@ -522,27 +456,6 @@ class Snapshots:
                 except Exception:  # a reader's error must reach neither training nor the other readers
                     logger.exception("a reader failed to take the closing of a version")
         return void
-
-    def _emit_guard(self, version: Version, copied_bytes: int, void: int, seconds: float) -> None:
-        self._events(
-            GuardCopied(
-                worker_id=self._worker.worker_id,
-                version=version,
-                copied_bytes=copied_bytes,
-                void_pulls=void,
-                training_thread_seconds=seconds,
-            )
-        )
-
-    def _waited(self, seconds: float, for_whom: str) -> None:
-        self._events(
-            TrainingThreadWaited(
-                worker_id=self._worker.worker_id,
-                what="the copy of private parts",
-                for_whom=for_whom,
-                waited_seconds=seconds,
-            )
-        )
 
     def _check_running(self) -> None:
         if not self._started:
