@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -16,6 +17,9 @@ from recovery.types import MIB
 
 CHUNK_BYTES = 4 * MIB
 """The unit of digests. A multiple of every item size, so that no chunk of a large tensor splits an element."""
+
+GIL_SHARE = 256
+"""Small tensors handled between two offers of the GIL: some tenths of a millisecond, far below its switch interval."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size: copying as integers keeps NaN payloads and works for dtypes that have no copy kernel."""
@@ -171,10 +175,12 @@ class PartBytes:
 
     def _spans(self, offset: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
         end = offset + num_bytes
-        for index in self.tensors_in(offset, num_bytes):
+        for count, index in enumerate(self.tensors_in(offset, num_bytes)):
             start, size = self.tensor_range(index)
             if size:
                 yield index, max(0, offset - start), min(size, end - start)
+            if count % GIL_SHARE == GIL_SHARE - 1:
+                time.sleep(0)
 
     def _flat_of(self, index: int) -> torch.Tensor | None:
         flat = self._flat[index]
@@ -182,8 +188,10 @@ class PartBytes:
             holder = self._holders[index]
             flat = None
             if isinstance(holder, torch.Tensor) and holder.device.type == "cpu" and holder.is_contiguous():
-                # By way of a dimension of bytes: a contiguous tensor of one element may have any stride.
-                flat = holder.unsqueeze(-1).view(torch.uint8).view(-1)
+                if holder.numel() != 1:
+                    flat = holder.view(-1).view(torch.uint8)
+                else:  # a contiguous tensor of one element may have any stride, which cannot become a stride of bytes
+                    flat = holder.unsqueeze(-1).view(torch.uint8).view(-1)
             self._flat[index] = flat
         return flat
 

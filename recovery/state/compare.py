@@ -101,15 +101,16 @@ def _parts(expected: PartSpec, found: PartSpec) -> Iterator[Difference]:
 
 
 def _content_difference(expected: PartSpec, spec: TensorSpec, found: PartSpec, other: TensorSpec) -> str:
-    if spec.digest and other.digest:
+    if spec.digest and len(spec.digest) == len(other.digest):
         return "" if spec.digest == other.digest else "its bytes differ"
     ours, theirs = tensor_chunk_digests(expected, spec), tensor_chunk_digests(found, other)
-    if len(ours) == len(theirs):
+    if len(ours) == len(theirs) and [len(digest) for digest in ours] == [len(digest) for digest in theirs]:
         different = sum(1 for a, b in zip(ours, theirs, strict=True) if a != b)
         if not different:
             return ""
         return f"its bytes differ in {different} of {len(ours)} chunks" if len(ours) > 1 else "its bytes differ"
-    return ""  # packed on one side, alone on the other: only a digest pass over the memory can tell
+    # Packed on one side and alone on the other, or of two algorithms: only a pass over the memory can tell.
+    return ""
 
 
 def tensor_chunk_digests(part: PartSpec, spec: TensorSpec) -> list[bytes]:

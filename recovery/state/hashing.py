@@ -14,13 +14,11 @@ import blake3
 import torch
 import xxhash
 
-from recovery.state.chunks import CHUNK_BYTES, PartBytes, chunk_ranges
+from recovery.state.chunks import CHUNK_BYTES, GIL_SHARE, PartBytes, chunk_ranges
 from recovery.types import MIB, DigestAlgorithm
 
 BLOCK_BYTES = MIB
 """Fingerprints hash global tensors in blocks of this size."""
-_GIL_SHARE = 256
-"""Small tensors hashed between two offers of the GIL: some tenths of a millisecond."""
 
 
 def _xxh3(data: Any) -> bytes:
@@ -142,5 +140,5 @@ class _Pass:
                 else:
                     blocks = own if own and algorithm is block_algorithm else block_digest(piece)
                 self.wholes[index] = over(blocks).digest()
-            if count % _GIL_SHARE == _GIL_SHARE - 1:
+            if count % GIL_SHARE == GIL_SHARE - 1:
                 time.sleep(0)

@@ -121,6 +121,11 @@ class TestManifests:
         other = replace(manifest, numerics_id=NumericsId("torch-1/cpu/NEON"), layout_digest=b"M" * 32)
         assert [difference.path for difference in compare(manifest, other)] == ["numerics_id", "layout_digest"]
 
+    def test_digests_of_two_algorithms_say_nothing_about_bytes(self) -> None:
+        values = {"p": [torch.ones(2), torch.ones(3)], "q": torch.zeros(CHUNK_BYTES, dtype=torch.uint8)}
+        found = compare(manifest_of(values), manifest_of(values, DigestAlgorithm.BLAKE3))
+        assert [difference.path for difference in found] == ["digest_algorithm"]
+
     def test_tensors_of_other_shape_kind_or_tie(self) -> None:
         one = torch.ones(2)
         first = part_spec(part_of("p", {"a": one, "b": one.clone(), "c": nn.Parameter(one.clone())}))
