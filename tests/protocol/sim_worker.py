@@ -70,6 +70,7 @@ class Process:
             self.connection.up(wrapped)
 
     def hello(self) -> coordinator_pb2.Hello:
+        self.attachments += 1
         hello = coordinator_pb2.Hello(
             protocol=1,
             run_id="run",
@@ -148,7 +149,6 @@ class Process:
         elif self.mode == AVERAGING:
             self._fail_averaging()
         elif self.mode == IDLE:
-            self.attachments += 1
             if message.current:
                 self.train()
             elif self.attachments > 1:  # what it was told before may be lost
