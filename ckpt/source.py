@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckpt.catalog import Catalog, Step
+from ckpt.compose import Strictness, apply_values, whole_value
 from ckpt.reader import Checkpoint, Progress, open_checkpoint
 from ckpt.storage import Storage
 from recovery.clock import Clock, SystemClock
@@ -16,7 +17,7 @@ from recovery.errors import BadConfiguration, CheckpointRejected
 from recovery.events import CheckpointLoaded, CheckpointSkipped, EventSink
 from recovery.state.manifest import Manifest
 from recovery.state.parts import WorkerState
-from recovery.state.restore import Restoration, RestoreMode
+from recovery.state.restore import Restoration, RestoreMode, RestoreReport
 from recovery.types import Cut, Fingerprint, PartClass, PartName, RunId, Version, WorkerId, WorkerRef
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Restored:
     """Side records of the replicated checkpoint."""
     skipped: tuple[str, ...] = ()
     """One line for each newer step that was not used."""
+    differences: tuple[str, ...] = ()
+    """Not strict: one line for each leaf that did not fit."""
 
 
 class CheckpointSource:
@@ -119,6 +122,7 @@ class CheckpointSource:
         parts: Collection[PartName] | None = None,
         exclude: Collection[PartName] = (),
         tokens: int | None = None,
+        strictness: Strictness = Strictness.STRICT,
         progress: Progress | None = None,
     ) -> Restored:
         """Make ``state`` what a step holds, proven leaf by leaf. Newest first; what does not verify is skipped, aloud.
@@ -133,6 +137,8 @@ class CheckpointSource:
             parts: Only these; None: all.
             exclude: All but these.
             tokens: What ``run_progress`` shall count afterwards, instead of what was saved.
+            strictness: What becomes of differences between checkpoint and worker. A worker with another number of local
+                ranks than the saver had takes its share by global offsets, whatever the strictness.
             progress: Told the bytes verified.
 
         Raises:
@@ -142,10 +148,19 @@ class CheckpointSource:
             StateMismatch: after the restore, memory differs from the manifest.
         """
         skipped: list[str] = []
+        request = _Request(
+            mode=mode,
+            private=private,
+            parts=parts,
+            exclude=exclude,
+            tokens=tokens,
+            strictness=strictness,
+            progress=progress,
+        )
         steps = iter([self._catalog.get(at)]) if at is not None else self._whole(at_most, skipped)
         for step in steps:
             try:
-                restored = self._restore_step(state, step, mode, private, parts, exclude, tokens, progress, skipped)
+                restored = self._restore_step(state, step, request, skipped)
             except CheckpointRejected as error:
                 self._skip(self._url(step.version), str(error), skipped)
                 continue
@@ -177,33 +192,23 @@ class CheckpointSource:
         except OSError as error:
             self._skip(self.name, f"cannot be listed: {error}", skipped)
 
-    def _restore_step(
-        self,
-        state: WorkerState,
-        step: Step,
-        mode: RestoreMode,
-        private: Private,
-        parts: Collection[PartName] | None,
-        exclude: Collection[PartName],
-        tokens: int | None,
-        progress: Progress | None,
-        skipped: list[str],
-    ) -> Restored:
+    def _restore_step(self, state: WorkerState, step: Step, request: _Request, skipped: list[str]) -> Restored:
         began = self._clock.monotonic()
         with ExitStack() as opened:
-            replicated = opened.enter_context(self._open(step.version, None))
-            _check_names(replicated, step, state, parts, exclude)
+            shares = self._shares(step, None, opened)
+            replicated = shares[0]
+            _check_names(replicated, step, state, request.parts, request.exclude)
             for callback in self._callbacks:
                 if callback.before is not None:
                     callback.before(replicated)
-            jobs = [self._read(state, replicated, _chosen(replicated, state, parts, exclude, own=True), mode, progress)]
-            donor: Checkpoint | None = None
-            if private is not Private.NONE:
-                donor = self._read_private(state, step, mode, parts, exclude, progress, opened, jobs, skipped)
+            exact = request.strictness is Strictness.STRICT and step.num_local_ranks == self._worker.num_local_ranks
+            load = _ExactLoad(state, request) if exact else _MergedLoad(state, request, self._run_id, self._worker)
+            load.read(shares, _chosen(replicated, state, request, own=True))
+            donor = self._read_private(state, step, request, load, opened, skipped)
             # Everything is verified: only now does anything of it become the state.
-            reports = [restoration.commit() for restoration in jobs if restoration is not None]
-        if tokens is not None:
-            state.run_progress.tokens = tokens
+            done = load.commit(donor.manifest.cut if donor is not None else replicated.manifest.cut)
+        if request.tokens is not None:
+            state.run_progress.tokens = request.tokens
         own = donor is not None and donor.manifest.worker.worker_id == self._worker.worker_id
         restored = Restored(
             url=replicated.url,
@@ -212,14 +217,15 @@ class CheckpointSource:
             fingerprint=replicated.manifest.fingerprint,
             private_from=donor.manifest.worker.worker_id if donor is not None else None,
             own_position=donor is not None and own and _has_position(donor),
-            num_tensors=sum(report.num_tensors for report in reports),
-            num_bytes=sum(report.num_bytes for report in reports),
-            created=sum(report.created for report in reports),
-            removed=sum(report.removed for report in reports),
+            num_tensors=sum(report.num_tensors for report in done.reports),
+            num_bytes=sum(report.num_bytes for report in done.reports),
+            created=sum(report.created for report in done.reports),
+            removed=sum(report.removed for report in done.reports),
             took_seconds=self._clock.monotonic() - began,
             manifests=(replicated.manifest, *((donor.manifest,) if donor is not None else ())),
             records=replicated.record.records,
             skipped=tuple(skipped),
+            differences=done.differences,
         )
         logger.info(
             "%s (rank %d of %d): restored %s with private parts of %s, %d bytes in %.2f s",
@@ -233,34 +239,18 @@ class CheckpointSource:
         )
         return restored
 
-    def _read(
-        self,
-        state: WorkerState,
-        checkpoint: Checkpoint,
-        names: tuple[PartName, ...],
-        mode: RestoreMode,
-        progress: Progress | None,
-    ) -> Restoration | None:
-        if not names:
-            return None
-        restoration = Restoration(state, checkpoint.manifest, mode=mode, parts=names)
-        restoration.prepare()
-        checkpoint.restore(restoration, names, progress=progress)
-        return restoration
-
     def _read_private(
         self,
         state: WorkerState,
         step: Step,
-        mode: RestoreMode,
-        parts: Collection[PartName] | None,
-        exclude: Collection[PartName],
-        progress: Progress | None,
+        request: _Request,
+        load: _ExactLoad | _MergedLoad,
         opened: ExitStack,
-        jobs: list[Restoration | None],
         skipped: list[str],
     ) -> Checkpoint | None:
         """Read the private parts of the first worker whose every byte verifies: this one, the saver, the others."""
+        if request.private is Private.NONE:
+            return None
         own = self._worker.worker_id
         saver = step.records[0].manifest.worker.worker_id
         order = sorted(step.workers, key=lambda worker_id: (worker_id != own, worker_id != saver, worker_id))
@@ -268,26 +258,32 @@ class CheckpointSource:
             self._skip(f"{self._url(step.version)}/worker_{own}", step.torn_workers[own], skipped)
         for worker_id in order:
             try:
-                checkpoint = self._open(step.version, worker_id)
-                opened.callback(checkpoint.close)
-                names = _chosen(checkpoint, state, parts, exclude, own=worker_id == own)
-                jobs.append(self._read(state, checkpoint, names, mode, progress))
+                shares = self._shares(step, worker_id, opened)
+                load.read(shares, _chosen(shares[0], state, request, own=worker_id == own))
             except CheckpointRejected as error:
                 self._skip(f"{self._url(step.version)}/worker_{worker_id}", str(error), skipped)
                 continue
-            return checkpoint
+            return shares[0]
         logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
         return None
 
-    def _open(self, version: Version, worker_id: WorkerId | None) -> Checkpoint:
-        return open_checkpoint(
-            self._storage,
-            version,
-            run_id=self._run_id,
-            worker_id=worker_id,
-            local_rank=self._worker.local_rank,
-            num_local_ranks=self._worker.num_local_ranks,
-        )
+    def _shares(self, step: Step, worker_id: WorkerId | None, opened: ExitStack) -> list[Checkpoint]:
+        """Open this rank's share, or all of them if they were cut for another number of local ranks."""
+        num_ranks = step.num_local_ranks if worker_id is None else step.local_ranks_of[worker_id]
+        ranks = [self._worker.local_rank] if num_ranks == self._worker.num_local_ranks else range(num_ranks)
+        return [
+            opened.enter_context(
+                open_checkpoint(
+                    self._storage,
+                    step.version,
+                    run_id=self._run_id,
+                    worker_id=worker_id,
+                    local_rank=rank,
+                    num_local_ranks=num_ranks,
+                )
+            )
+            for rank in ranks
+        ]
 
     def _url(self, version: Version) -> str:
         return self._storage.url_of(f"step_{version.lineage}_{version.outer_step}")
@@ -298,21 +294,82 @@ class CheckpointSource:
         self._events(CheckpointSkipped(worker_id=self._worker.worker_id, url=url, reason=reason))
 
 
-def _chosen(
-    checkpoint: Checkpoint,
-    state: WorkerState,
-    parts: Collection[PartName] | None,
-    exclude: Collection[PartName],
-    *,
-    own: bool,
-) -> tuple[PartName, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """What the caller of ``restore`` asked for."""
+
+    mode: RestoreMode
+    private: Private
+    parts: Collection[PartName] | None
+    exclude: Collection[PartName]
+    tokens: int | None
+    strictness: Strictness
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    reports: Sequence[RestoreReport]
+    differences: tuple[str, ...] = ()
+
+
+class _ExactLoad:
+    """The checkpoint fits leaf by leaf: its bytes go straight to their destinations."""
+
+    def __init__(self, state: WorkerState, request: _Request) -> None:
+        self._state = state
+        self._request = request
+        self._ready: list[Restoration] = []
+
+    def read(self, shares: Sequence[Checkpoint], names: Sequence[PartName]) -> None:
+        if not names:
+            return
+        (share,) = shares
+        restoration = Restoration(self._state, share.manifest, mode=self._request.mode, parts=names)
+        restoration.prepare()
+        share.restore(restoration, names, progress=self._request.progress)
+        self._ready.append(restoration)
+
+    def commit(self, cut: Cut) -> _Done:
+        return _Done([restoration.commit() for restoration in self._ready])
+
+
+class _MergedLoad:
+    """The checkpoint fits in part, or was cut for another number of ranks: values are merged, then restored."""
+
+    def __init__(self, state: WorkerState, request: _Request, run_id: RunId, worker: WorkerRef) -> None:
+        self._state = state
+        self._request = request
+        self._run_id = run_id
+        self._worker = worker
+        self._values: dict[PartName, object] = {}
+
+    def read(self, shares: Sequence[Checkpoint], names: Sequence[PartName]) -> None:
+        values = {name: whole_value(shares, name) for name in names}
+        self._values.update(values)
+
+    def commit(self, cut: Cut) -> _Done:
+        applied = apply_values(
+            self._state,
+            self._values,
+            strictness=self._request.strictness,
+            run_id=self._run_id,
+            worker=self._worker,
+            cut=cut,
+        )
+        return _Done([applied.report] if applied.report is not None else [], applied.differences)
+
+
+def _chosen(checkpoint: Checkpoint, state: WorkerState, request: _Request, *, own: bool) -> tuple[PartName, ...]:
     # By the class that either side gives it: a data position is never taken from another worker by mistake.
     kept = {part.name for part in checkpoint.manifest.parts if part.part_class is PartClass.PRIVATE_KEPT}
     kept |= set(state.private_kept_names)
     return tuple(
         name
         for name in checkpoint.part_names
-        if (parts is None or name in parts) and name not in exclude and (own or name not in kept)
+        if (request.parts is None or name in request.parts)
+        and name not in request.exclude
+        and (own or name not in kept)
     )
 
 
