@@ -21,16 +21,16 @@ from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.clock import Clock, SystemClock
 from recovery.control.client import CoordinatorClient
 from recovery.control.peer_service import PeerServer
-from recovery.control.wire import to_proto
+from recovery.control.wire import from_proto, to_proto
 from recovery.errors import MisuseError, RecoveryError, StateReplaced, WorkerPoisoned
 from recovery.events import EventSink, LogSink, StateRestored
 from recovery.snapshot import Snapshots
 from recovery.state import WorkerState, numerics_id
-from recovery.types import NO_VERSION, Address, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
+from recovery.types import NO_VERSION, Address, Cut, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
 from recovery.worker.addresses import host_towards
 from recovery.worker.averaging import Averager
 from recovery.worker.boundary import Boundary
-from recovery.worker.chain import Chain
+from recovery.worker.chain import Chain, Recovered
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.config import AgentConfig
 from recovery.worker.context import Context
@@ -39,6 +39,7 @@ from recovery.worker.donor_loop import DonorLoop
 from recovery.worker.epochs import Epochs
 from recovery.worker.groups import EpochGroups
 from recovery.worker.inbox import Inbox
+from recovery.worker.kept_parts import capture_kept, position_of, restore_kept
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.peer_source import PeerSource
 from recovery.worker.reporter import Reporter
@@ -139,7 +140,7 @@ class Agent:
             self._context.client.start()
             self._context.client.wait_attached(self._context.config.attach_timeout_seconds)
             self._reporter.start()
-            self._recover("fresh", ask=False)
+            self._take_position_back(self._recover("fresh", ask=False))
         except BaseException as error:
             self.close(f"start failed: {error}")
             raise
@@ -260,8 +261,15 @@ class Agent:
         self._begin_phase(late=False)
         context.snapshots.publish(version)
         context.standing.update(version=version, fingerprint=Fingerprint(b""))
-        self._reporter.report_applied(self._epochs.last_epoch, version)
-        self._checkpoints.consider(version)
+        kept = capture_kept(
+            context.state,
+            run_id=RunId(context.config.run_id),
+            worker=context.worker,
+            cut=Cut(version),
+            layout_digest=self._layout_digest,
+        )
+        self._reporter.report_applied(self._epochs.last_epoch, version, position_of(kept))
+        self._checkpoints.consider(version, kept)
 
     def poison(self, reason: str) -> None:
         """Mark the state in memory as not verified; only a recovery lifts that."""
@@ -270,7 +278,7 @@ class Agent:
 
     # Recovery
 
-    def _recover(self, reason: str, *, ask: bool = True, from_worker: str = "") -> None:
+    def _recover(self, reason: str, *, ask: bool = True, from_worker: str = "") -> Recovered:
         recovered = self._chain.recover(reason, ask=ask, from_worker=from_worker)
         self._begin_phase(late=recovered.late)
         self._context.events(
@@ -282,6 +290,16 @@ class Agent:
                 num_bytes=recovered.num_bytes,
             )
         )
+        return recovered
+
+    def _take_position_back(self, recovered: Recovered) -> None:
+        """Go on drawing data where this worker's predecessor stood at its last committed boundary."""
+        welcome = self._context.inbox.welcome
+        stood_at = from_proto(welcome.data_position_version)
+        if not welcome.data_position or recovered.own_position or recovered.source == "origin":
+            return
+        if stood_at.outer_step <= recovered.version.outer_step:
+            restore_kept(self._context.state, welcome.data_position)
 
     def _begin_phase(self, *, late: bool) -> None:
         local = self._context.state.local_progress

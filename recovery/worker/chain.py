@@ -35,6 +35,8 @@ class Recovered:
     """True: the other members are somewhere in the phase that follows."""
     num_tensors: int = 0
     num_bytes: int = 0
+    own_position: bool = False
+    """This worker's own private-kept parts came along."""
 
 
 class Chain:
@@ -115,6 +117,7 @@ class Chain:
             late=False,
             num_tensors=restored.num_tensors,
             num_bytes=restored.num_bytes,
+            own_position=restored.own_position,
         )
 
     def _from_peers(self, ticket: pb.Ticket) -> Recovered | None:

@@ -12,16 +12,18 @@ import logging
 import queue
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from ckpt.objects import open_storage
 from ckpt.retention import RetentionPolicy
-from ckpt.saver import Saver, SaverConfig, SaveTicket
+from ckpt.saver import Saver, SaverConfig, SaveSource, SaveTicket
 from ckpt.source import CheckpointSource
 from recovery.errors import CheckpointFailed, CheckpointRejected, MisuseError, RecoveryError, SourcesExhausted
 from recovery.events import CheckpointSaveFailed
 from recovery.snapshot import Lease
 from recovery.types import RunId, Version
 from recovery.worker.context import Context
+from recovery.worker.kept_parts import KeptParts
 from recovery.worker.restored import Restored
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,14 @@ _CAPTURE_TIMEOUT_SECONDS = 60.0
 _MAX_IN_FLIGHT = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """One version's private parts, taken at its boundary."""
+
+    copied: Future[Lease]
+    kept: KeptParts | None
+
+
 class Checkpoints:
     """Owns the thread ``recovery-checkpoints`` and, if a URL is configured, the saver."""
 
@@ -38,7 +48,7 @@ class Checkpoints:
         self._context = context
         self._saver: Saver | None = None
         self._lock = threading.Lock()
-        self._captures: dict[Version, Future[Lease]] = {}
+        self._captures: dict[Version, _Capture] = {}
         self._jobs: queue.SimpleQueue[tuple[str, Version] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recovery-checkpoints", daemon=True)
 
@@ -71,7 +81,7 @@ class Checkpoints:
         self._thread.join()
         saver.close()
 
-    def consider(self, version: Version) -> None:
+    def consider(self, version: Version, kept: KeptParts | None) -> None:
         """Have the private parts captured if ``version`` is to be saved; training thread, right after applying."""
         if self._saver is None or version.outer_step % self._context.config.checkpoint_every:
             return
@@ -79,9 +89,9 @@ class Checkpoints:
         with self._lock:
             outdated = [old for old in self._captures if old < version]
             forgotten = [self._captures.pop(old) for old in outdated]
-            self._captures[version] = capture
+            self._captures[version] = _Capture(capture, kept)
         for old in forgotten:
-            _give_back(old)
+            _give_back(old.copied)
 
     def sealed(self, version: Version) -> None:
         """Save this worker's private parts of a version that the run has sealed; any thread, returns at once."""
@@ -141,6 +151,7 @@ class Checkpoints:
             num_tensors=loaded.num_tensors,
             num_bytes=loaded.num_bytes,
             payload_bytes=loaded.num_bytes,
+            own_position=loaded.own_position,
         )
 
     def _run(self) -> None:
@@ -155,7 +166,8 @@ class Checkpoints:
                 else:
                     with self._lock:
                         capture = self._captures.pop(version)
-                    self._save(saver, [capture.result(_CAPTURE_TIMEOUT_SECONDS)])
+                    copied = capture.copied.result(_CAPTURE_TIMEOUT_SECONDS)
+                    self._save(saver, [copied] if capture.kept is None else [copied, capture.kept])
             except (RecoveryError, TimeoutError) as error:
                 # Training goes on: the saver's policy decides when failures end it, this is about one version.
                 logger.warning("%s: %s parts of %s are not saved: %s", self._context.worker, kind, version, error)
@@ -164,8 +176,8 @@ class Checkpoints:
                     CheckpointSaveFailed(worker_id=self._context.worker.worker_id, url=url, reason=str(error))
                 )
 
-    def _save(self, saver: Saver, leases: list[Lease]) -> SaveTicket:
-        ticket = saver.save(leases)
+    def _save(self, saver: Saver, sources: list[SaveSource]) -> SaveTicket:
+        ticket = saver.save(sources)
         if ticket is None:
             raise CheckpointFailed(f"{_MAX_IN_FLIGHT} saves are under way: this one is skipped")
         return ticket

@@ -28,7 +28,7 @@ class Dispatcher:
         inbox = self._context.inbox
         match message.WhichOneof("kind"):
             case "welcome":
-                inbox.put_attached()
+                inbox.put_welcome(message.welcome)
             case "become_origin":
                 inbox.put_directive(message.become_origin)
             case "ticket":

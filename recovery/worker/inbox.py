@@ -36,6 +36,7 @@ class Inbox:
         self._resync: pb.Order | None = None
         self._end: RecoveryError | None = None
         self._attachments = 0
+        self._welcome = pb.Welcome()
 
     # Written by the dispatcher thread.
 
@@ -65,9 +66,10 @@ class Inbox:
             self._resync = order
             self._changed.notify_all()
 
-    def put_attached(self) -> None:
+    def put_welcome(self, welcome: pb.Welcome) -> None:
         """Note that the coordinator welcomed this worker (again): what was asked before may be lost."""
         with self._changed:
+            self._welcome = welcome
             self._attachments += 1
             self._changed.notify_all()
 
@@ -83,6 +85,12 @@ class Inbox:
     def attachments(self) -> int:
         with self._changed:
             return self._attachments
+
+    @property
+    def welcome(self) -> pb.Welcome:
+        """The newest Welcome; an empty one before the first."""
+        with self._changed:
+            return self._welcome
 
     def has_directive(self) -> bool:
         """Return whether the coordinator wants this worker to take its state from somewhere.

@@ -25,7 +25,7 @@ class Reporter:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._applied: queue.SimpleQueue[tuple[int, Version] | None] = queue.SimpleQueue()
+        self._applied: queue.SimpleQueue[tuple[int, Version, bytes] | None] = queue.SimpleQueue()
         self._step_seconds: deque[float] = deque(maxlen=33)
         self._thread = threading.Thread(target=self._run, name="recovery-report", daemon=True)
 
@@ -41,9 +41,12 @@ class Reporter:
         """Note the length of one inner step; training thread."""
         self._step_seconds.append(seconds)
 
-    def report_applied(self, epoch: int, version: Version) -> None:
-        """Tell the coordinator ``version``'s fingerprint when its digest pass ends; returns at once."""
-        self._applied.put((epoch, version))
+    def report_applied(self, epoch: int, version: Version, position: bytes) -> None:
+        """Tell the coordinator ``version``'s fingerprint when its digest pass ends, and the data position with it.
+
+        Returns at once.
+        """
+        self._applied.put((epoch, version, position))
 
     def wait_for_fingerprint(self, timeout_seconds: float) -> None:
         """Return when the fingerprint of the version in memory is known; training thread."""
@@ -68,7 +71,7 @@ class Reporter:
                 logger.warning("%s: no fingerprint of %s: %s", self._context.worker, job[1], error)
             self._advertise()
 
-    def _report(self, epoch: int, version: Version) -> None:
+    def _report(self, epoch: int, version: Version, position: bytes) -> None:
         context = self._context
         manifest = context.snapshots.manifest(version, context.config.boundary_timeout_seconds)
         if context.standing.read().version == version:
@@ -81,6 +84,7 @@ class Reporter:
                     version=to_proto(version),
                     fingerprint=manifest.fingerprint,
                     tokens=context.state.run_progress.tokens,
+                    data_position=position,
                 )
             )
         )

@@ -20,3 +20,5 @@ class Restored:
     """Bytes that were read or received."""
     reused_bytes: int = 0
     """Bytes that were already there and verified."""
+    own_position: bool = False
+    """This worker's own private-kept parts came along."""

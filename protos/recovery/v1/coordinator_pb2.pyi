@@ -947,7 +947,9 @@ class Applied(_message.Message):
     fingerprint: _builtins.bytes
     tokens: _builtins.int
     data_position: _builtins.bytes
-    """Canonical encoding of the worker's data position at this boundary (recovery.v1.Value); empty: none."""
+    """The worker's private-kept parts at this boundary: length of a Manifest (4 bytes, little-endian), the Manifest, the
+    parts' bytes. At most 64 KiB, opaque to the coordinator, which hands it back in Welcome; empty: none.
+    """
     @_builtins.property
     def version(self) -> _common_pb2.Version: ...
     def __init__(

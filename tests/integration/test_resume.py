@@ -1,0 +1,121 @@
+"""Everybody gone: the newest verified checkpoint is resumed at its own step under a new lineage, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.fleet import Fleet, Worker
+
+PARTS = ("outer_params", "outer_optimizer", "run_progress", "inner_optimizer", "scheduler", "buffers", "position")
+
+
+def saved(worker: Worker, version: str, folder: Path) -> None:
+    """Wait until ``version`` is on disk: replicated parts and this worker's private ones."""
+    lineage, step = version.removeprefix("L").split(".k")
+    root = folder / f"step_{lineage}_{step}"
+    for url in (root, root / f"worker_{worker.name}"):
+        worker.wait(
+            lambda m, url=url: m.get("event") == "CheckpointSaved" and Path(str(m["url"])) == url, f"saved {url}"
+        )
+
+
+def end_all(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.end()
+
+
+def test_one_worker_resumes_from_disk_under_a_new_lineage(tmp_path: Path) -> None:
+    """Field report: nicholicaron/ft-diloco, after a kill a fresh worker's random weights became the run's state."""
+    disk = tmp_path / "ckpt"
+    agent: dict[str, Any] = {"checkpoint_url": str(disk)}
+    with Fleet(tmp_path, "--expected-return", "1") as fleet:
+        origin = fleet.worker("w0", seed=0, agent=agent, step_seconds=0.05)
+        origin.wait_boundary(2)
+        saved(origin, "L1.k2", disk)
+        end_all([origin])
+        resumed = fleet.worker("w0", seed=7, agent=agent, step_seconds=0.05)
+        joined = resumed.wait_said("joined")
+        lineage, step = joined["version"].removeprefix("L").split(".k")
+        assert lineage == "2"
+        assert int(step) >= 2
+        at_cut = origin.boundaries()[f"L1.k{step}"]
+        assert [name for name in PARTS if joined["parts"][name] != at_cut[name]] == []
+        restored = resumed.wait_event("StateRestored")
+        assert restored["source"] == "disk"
+        with fleet.operator() as operator:
+            listed = operator.list()
+        assert [(entry.lineage, entry.cause) for entry in listed.lineages] == [(1, "origin"), (2, "resume")]
+        # The run goes on under the new lineage, and others join it there.
+        other = fleet.worker("w1", seed=1, agent=agent, step_seconds=0.05)
+        assert other.wait_said("joined")["version"].startswith("L2.")
+        resumed.wait_boundary(int(step) + 2)
+
+
+def test_another_worker_never_takes_a_strangers_data_position(tmp_path: Path) -> None:
+    """Field report: pytorch/torchft#58, the donor's shard position is copied as one's own."""
+    disk = tmp_path / "ckpt"
+    agent: dict[str, Any] = {"checkpoint_url": str(disk)}
+    with Fleet(tmp_path, "--expected-return", "1") as fleet:
+        origin = fleet.worker("w0", seed=0, agent=agent, step_seconds=0.05)
+        origin.wait_boundary(1)
+        saved(origin, "L1.k1", disk)
+        end_all([origin])
+        stranger = fleet.worker("w9", seed=9, agent=agent, step_seconds=0.05)
+        joined = stranger.wait_said("joined")
+        at_cut = origin.boundaries()[joined["version"].replace("L2.", "L1.")]
+        assert joined["parts"]["inner_optimizer"] == at_cut["inner_optimizer"]
+        assert joined["parts"]["position"] != at_cut["position"]
+
+
+def test_policy_refuse_refuses(tmp_path: Path) -> None:
+    disk = tmp_path / "ckpt"
+    agent: dict[str, Any] = {"checkpoint_url": str(disk), "recover_timeout_seconds": 10.0}
+    with Fleet(tmp_path, "--expected-return", "1", "--on-all-gone", "refuse") as fleet:
+        origin = fleet.worker("w0", seed=0, agent=agent, step_seconds=0.05)
+        origin.wait_boundary(1)
+        saved(origin, "L1.k1", disk)
+        end_all([origin])
+        refused = fleet.worker("w0", seed=7, agent=agent)
+        assert refused.end() == 1
+        assert "refuse" in refused.wait_said("error")["message"]
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """Field report: pytorch/torchtitan#4011, a flipped bit in a checkpoint is loaded without an error."""
+    disk = tmp_path / "ckpt"
+    agent: dict[str, Any] = {"checkpoint_url": str(disk)}
+    with Fleet(tmp_path, "--expected-return", "1") as fleet:
+        origin = fleet.worker("w0", seed=0, agent=agent, step_seconds=0.05)
+        origin.wait_boundary(3)
+        saved(origin, "L1.k3", disk)
+        end_all([origin])
+        newest = max(disk.glob("step_1_*"), key=lambda folder: int(folder.name.split("_")[2]))
+        damaged = next(newest.rglob("outer_params*.safetensors"))
+        content = bytearray(damaged.read_bytes())
+        content[-3] ^= 4
+        damaged.write_bytes(content)
+        resumed = fleet.worker("w0", seed=7, agent=agent, step_seconds=0.05)
+        joined = resumed.wait_said("joined")
+        skipped = resumed.wait_event("CheckpointSkipped")
+        assert newest.name in skipped["url"]
+        assert int(joined["version"].split(".k")[1]) < int(newest.name.split("_")[2])
+
+
+def test_replaced_worker_draws_on_from_its_last_committed_boundary(tmp_path: Path) -> None:
+    """Field reports: NousResearch/nousnet#20 (batches of a kicked client are lost), prime-diloco#98 (shards repeat)."""
+    with Fleet(tmp_path) as fleet:
+        workers = [fleet.worker(f"w{i}", seed=i, step_seconds=0.1) for i in range(2)]
+        for worker in workers:
+            worker.wait_boundary(2)
+        victim = workers[1]
+        victim.process.kill()
+        victim.end()
+        recorded = {version: parts["position"] for version, parts in victim.boundaries().items()}
+        newest = max(recorded, key=lambda version: int(version.split(".k")[1]))
+        again = fleet.worker("w1", seed=77, step_seconds=0.1)
+        joined = again.wait_said("joined")
+        assert joined["parts"]["position"] == recorded[newest]
+        assert again.wait_event("StateRestored")["source"] == "peers"
