@@ -70,7 +70,6 @@ class DonorConfig:
         progress_seconds: A joiner that takes nothing of what it asked for for this long is given up.
         open_seconds: A stream without ``Open`` ends after this.
         grace_seconds: How long a lost joiner's lease is kept; told to the joiner.
-        bbr: Whether this machine may use BBR.
     """
 
     data_host: str
@@ -80,7 +79,6 @@ class DonorConfig:
     progress_seconds: float = 10.0
     open_seconds: float = 10.0
     grace_seconds: float = 60.0
-    bbr: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_lanes <= MAX_LANES:
@@ -216,7 +214,7 @@ class DonorMachine:
         self._phase = _Phase.ADMITTING
         self.joiner = letter.joiner.worker_id
         self._version = Version(letter.version.lineage, letter.version.outer_step)
-        wished = letter.lanes or choose_lanes(None, bbr=self._config.bbr)
+        wished = letter.lanes or choose_lanes(None, bbr=False)
         self._lanes = max(1, min(wished, self._config.max_lanes))
         return [Admit(letter, self._version)]
 

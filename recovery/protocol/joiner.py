@@ -67,6 +67,7 @@ from recovery.protocol.ports import OUTER, PRIVATE, Attempt, DonorPeer, Role
 from recovery.protocol.rate import RateMeter
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.transport.link import MAX_LANES, lane_tag
+from recovery.transport.sockets import permits
 from recovery.types import PartClass
 
 _DAMAGED_CHUNKS_ALLOWED = 1
@@ -81,7 +82,7 @@ class JoinerConfig:
         progress_seconds: A donor that owes something and moves nothing for this long is dropped.
         private_seconds: How long a donor may take until its next inner-step boundary.
         lanes: Sockets to each donor; 0: by the path's round trip.
-        bbr: Whether this machine may use BBR; few sockets are enough then.
+        bbr: Whether BBR may be used, as found on this machine if not given; few sockets are enough then.
         delta: Hash what the destination holds first and pull only what differs.
         planner: Sizes of pieces and windows.
     """
@@ -89,7 +90,7 @@ class JoinerConfig:
     progress_seconds: float = 10.0
     private_seconds: float = 600.0
     lanes: int = 0
-    bbr: bool = False
+    bbr: bool = field(default_factory=lambda: permits("bbr"))
     delta: bool = False
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 

@@ -33,7 +33,8 @@ class PlannerConfig:
         min_piece_bytes: Smallest message, unless a chunk is smaller; a multiple of 64 KiB.
         max_piece_bytes: Largest message.
         piece_seconds: A piece is sized to take this long on its lane.
-        min_window_bytes: Least bytes in flight from one donor.
+        min_window_bytes: Least bytes in flight from one donor. Two chunks, so that the next is asked for while one
+            arrives: a chunk is asked for whole.
         window_round_trips: Bytes in flight are this many times rate x round trip, if that is more.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
         overtake_seconds: At the end a chunk is asked a second time only if it is expected later than this.
@@ -42,7 +43,7 @@ class PlannerConfig:
     min_piece_bytes: int = 64 * KIB
     max_piece_bytes: int = 4 * MIB
     piece_seconds: float = 0.25
-    min_window_bytes: int = 4 * MIB
+    min_window_bytes: int = 8 * MIB
     window_round_trips: float = 2.0
     max_window_bytes: int = 64 * MIB
     overtake_seconds: float = 0.5

@@ -79,6 +79,18 @@ def open_duplicates(wanted: Callable[[socket.socket], bool]) -> list[socket.sock
     return found
 
 
+def permits(congestion_control: str) -> bool:
+    """Return whether this process may choose ``congestion_control`` for its sockets; opens one that goes nowhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, congestion_control.encode())
+            return (
+                trial.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16).split(b"\0")[0] == congestion_control.encode()
+            )
+        except OSError:
+            return False
+
+
 def is_listener(candidate: socket.socket) -> bool:
     """Return whether the socket accepts connections."""
     return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
