@@ -88,7 +88,7 @@ class BoundaryDesk:
         run, record = self._run, self._run.record
         if member.standing is Standing.JOINING:
             transfer = member.transfer
-            if transfer is not None and transfer.told_at < member.attached_at:
+            if transfer is not None and transfer.told_turn < member.attached_turn:
                 # Who stands at a boundary is at no transfer: its ticket was lost with an earlier stream.
                 run.end_attempt(member)
                 member.stand(Standing.QUEUED, run.now, member.why)
@@ -366,10 +366,15 @@ class BoundaryDesk:
             for name, arrival in gather.arrivals.items()
             if (member := run.process(arrival.voter)) is not None and member.standing in AUTHORITIES
         }
-        arrived -= self._left_out(arrived)
-        returning = run.returning if run.now < run.returning_until else set()
+        left_out = self._left_out(arrived)
+        arrived -= left_out
         verdict = gather_verdict(
-            arrived, gather.deadlines, returning, run.returning_until, run.policy.min_participants, run.now
+            arrived,
+            {name: until for name, until in gather.deadlines.items() if name not in left_out},
+            run.returning if run.now < run.returning_until else (),
+            run.returning_until,
+            run.policy.min_participants,
+            run.now,
         )
         if verdict.until is not None:
             run.wake(verdict.until)
@@ -407,7 +412,7 @@ class BoundaryDesk:
         told = member.advertisement
         step_seconds = member.seconds_per_inner_step
         if member.began_late_at == version:
-            return step_seconds  # it was told that the phase ends: one step, at most
+            return step_seconds or None  # it was told that the phase ends: one step, at most
         if member.advertised_at is None or not told.inner_steps_per_phase or not step_seconds:
             return None
         steps_left = max(0, told.inner_steps_per_phase - told.inner_step)

@@ -50,8 +50,8 @@ class Transfer:
     donors: tuple[str, ...] = ()
     """Worker ids of the attempt in flight; empty: none is."""
     since: float = 0.0
-    told_at: float = 0.0
-    """When the attempt's ticket was told; a stream that ended later may have swallowed it."""
+    told_turn: int = 0
+    """The machine's turn in which the attempt's ticket was told; a stream that ended later may have swallowed it."""
     failures: dict[str, int] = field(default_factory=dict)
     """How often each donor failed it."""
     wanted_donor: str = ""
@@ -65,6 +65,7 @@ class Member:
     ref: WorkerRef
     hello: coordinator_pb2.Hello
     attached_at: float
+    attached_turn: int = 0
     alive: bool = True
     last_seen: float = 0.0
     lost_at: float = 0.0

@@ -100,6 +100,7 @@ class RunMachine:
         """
         run = self._run
         run.now, run.effects, run.wake_at = now, [], None
+        run.turn += 1
         if run.started_at is None:
             run.started_at = now
         match input:
@@ -163,7 +164,9 @@ class RunMachine:
         if not run.record.numerics_id:
             run.persist(RunSettled(hello.numerics_id, hello.layout_digest))
         held = held_of(hello)
-        member = Member(worker, hello, run.now, last_seen=run.now, since=run.now, progress_at=run.now, held=held)
+        member = Member(
+            worker, hello, run.now, run.turn, last_seen=run.now, since=run.now, progress_at=run.now, held=held
+        )
         member.fingerprint = hello.held_fingerprint
         if known is not None:
             self._inherit(member, known)

@@ -44,6 +44,8 @@ class RunState:
         self.record = record
         self.wall_offset_seconds = wall_offset_seconds
         self.now = 0.0
+        self.turn = 0
+        """Inputs taken so far."""
         self.started_at: float | None = None
         self.members: dict[str, Member] = {}
         self.gather: Gather | None = None

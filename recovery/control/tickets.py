@@ -40,7 +40,7 @@ class TicketDesk:
             transfer = None
         new_failures = [d for d in message.failed_donors if transfer is None or d not in transfer.failures]
         if member.standing is Standing.JOINING and transfer is not None and transfer.donors and not new_failures:
-            told_here = transfer.told_at >= member.attached_at
+            told_here = transfer.told_turn >= member.attached_turn
             if told_here and message.from_worker_id in ("", transfer.wanted_donor):
                 return  # the request crossed the ticket on this very stream
         if transfer is None or not message.transfer_id:
@@ -264,7 +264,7 @@ class TicketDesk:
         run, transfer = self._run, member.transfer
         if transfer is None:
             return
-        transfer.told_at = run.now
+        transfer.told_turn = run.turn
         transfer.attempt += 1
         transfer.donors = donors
         transfer.version = run.record.sealed
