@@ -15,8 +15,10 @@ from types import FrameType
 from recovery.demo import plot
 from recovery.demo.children import Children
 from recovery.demo.display import Display
+from recovery.demo.history import Expectation
+from recovery.demo.narration import stalls
 from recovery.demo.operations import connect
-from recovery.demo.proofs import Expectation, examine
+from recovery.demo.proofs import examine
 from recovery.demo.reports import DEMO, Entry, Record, ScenarioFailed
 from recovery.demo.scenario import Scenario, ScenarioSettings
 from recovery.errors import RecoveryError
@@ -51,6 +53,7 @@ def run_demo(settings: ScenarioSettings, display: Display, *, out: Path | None, 
             code = INTERRUPTED
             notes.append("Interrupted: all processes were ended.")
         proofs = examine(record.entries(), Expectation(workers=settings.workers, outer_steps=settings.outer_steps))
+        notes.append(stalls(record.entries()))
         notes += _leave(record.entries(), folder, out)
         if keep:
             notes.append(f"Working folder kept: {folder}")

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from recovery.demo import plot
-from recovery.demo.display import JsonDisplay, LiveDisplay, PlainDisplay, choose, narrate
+from recovery.demo.display import JsonDisplay, LiveDisplay, PlainDisplay, choose
+from recovery.demo.narration import narrate, stalls
 from recovery.demo.proofs import Proof
 from recovery.demo.reports import Entry
 from tests.unit.demo.story import good_story
@@ -121,3 +122,17 @@ def test_each_process_has_a_curve_and_what_happened_is_marked() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     plot.draw(good_story(), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_training_threads_stalls_are_summed() -> None:
+    assert "No training thread" in stalls(good_story())
+    captured = {"training_thread_seconds": 0.002, "copied_on_training_thread_bytes": 1_000_000}
+    guarded = {"training_thread_seconds": 0.0005, "copied_bytes": 500_000}
+    entries = [
+        Entry(seconds=1.0, source="worker-1", launch=1, kind="SnapshotCaptured", fields=captured),
+        Entry(seconds=2.0, source="worker-2", launch=1, kind="GuardCopied", fields=guarded),
+    ]
+    line = stalls(entries)
+    assert "gave 2 ms in all" in line
+    assert "at most 2.0 ms at once" in line
+    assert "1.50 MB" in line

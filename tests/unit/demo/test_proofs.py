@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from recovery.demo.proofs import Expectation, Proof, examine
+from recovery.demo.history import Expectation
+from recovery.demo.proofs import Proof, examine
 from recovery.demo.reports import Entry
 from tests.unit.demo.story import OUTER_STEPS, WORKERS, good_story
 
