@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 from torch import Tensor
 
-from recovery.errors import LayoutMismatch
+from recovery.errors import LayoutMismatch, ManifestRejected
 from recovery.state.agreement import donor_tree
 from recovery.state.chunks import PartBytes
 from recovery.state.destination import fits, new_leaf, raw, staging
@@ -53,10 +54,13 @@ class Receiving:
         self.spec = spec
         self._staged = staged
         self._owners: Mapping[int, Owner] = {} if part.loads else part.owners(donor_tree(spec))
-        self._was_missing: list[bool] = []
         self._received: list[LeafMemory] = []
-        for index, existing in enumerate(self._existing(live)):
-            self._was_missing.append(existing is None)
+        found = self._existing(live)
+        self._was_missing = [existing is None for existing in found]
+        self._refuse_absurd(
+            sum(s.num_bytes for s, own in zip(spec.tensors, found, strict=True) if staged or own is None)
+        )
+        for index, existing in enumerate(found):
             if existing is None:
                 self._received.append(self._make(index))
             else:
@@ -100,6 +104,12 @@ class Receiving:
             usable = isinstance(candidate, Tensor | np.ndarray) and fits(candidate, leaf, whole=not self.part.fixed)
             found.append(candidate if usable else None)  # type: ignore[arg-type]
         return found
+
+    def _refuse_absurd(self, num_bytes: int) -> None:
+        # Allocating first and failing later is no way out: the system may promise memory and end the process on use.
+        here = psutil.virtual_memory().total
+        if num_bytes > here:
+            raise ManifestRejected(f"{self.spec.name}: {num_bytes} bytes are to be made, this machine has {here}")
 
     def _make(self, index: int) -> LeafMemory:
         if self.part.fixed:

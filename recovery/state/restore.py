@@ -120,6 +120,7 @@ class Restoration:
 
         Raises:
             LayoutMismatch: a leaf can neither be written nor created here.
+            ManifestRejected: what is to be created is larger than this machine. Nothing was allocated for that part.
         """
         if self._receiving is None:
             self._receiving = {

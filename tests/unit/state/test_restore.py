@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 from protos.recovery.v1 import manifest_pb2
-from recovery.errors import LayoutMismatch, MisuseError, StateMismatch, UnsupportedLeaf
+from recovery.errors import LayoutMismatch, ManifestRejected, MisuseError, StateMismatch, UnsupportedLeaf
 from recovery.state import Restoration, RestoreMode, WorkerState
 from recovery.state.compare import compare
 from recovery.state.manifest import Manifest
@@ -319,6 +319,20 @@ class TestHostileTrees:
 
         with pytest.raises(LayoutMismatch, match=f"attributes/{name}"):
             transfer(donor.state, joiner.state, manifest=changed(describe_state(donor.state), INNER, add))
+
+
+def test_state_larger_than_the_machine_is_not_allocated() -> None:
+    donor, joiner = pair()
+    manifest = describe_state(donor.state)
+    part = manifest.part(INNER)
+    huge = dataclasses.replace(part.tensors[1], shape=(1 << 40,), num_bytes=1 << 42)
+    parts = tuple(
+        dataclasses.replace(p, tensors=(p.tensors[0], huge, *p.tensors[2:])) if p.name == INNER else p
+        for p in manifest.parts
+    )
+    restoration = Restoration(joiner.state, dataclasses.replace(manifest, parts=parts), mode=RestoreMode.STAGED)
+    with pytest.raises(ManifestRejected, match=r"inner_optimizer: \d+ bytes are to be made, this machine has \d+"):
+        restoration.prepare()
 
 
 class TestAllOrNothing:
