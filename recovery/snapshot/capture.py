@@ -13,6 +13,7 @@ A loop that says ``boundary()`` after each inner step has its scalars read there
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ import torch
 from recovery.errors import DonorBusy, RecoveryError
 from recovery.snapshot.capture_records import Capture, Captured, Preparation, Request
 from recovery.snapshot.copy_jobs import CopyJob, CopyJobs
+from recovery.snapshot.device import SideStream
 from recovery.snapshot.frozen import copy_range, freeze
 from recovery.snapshot.outline import Outline, held, num_bytes, take_apart
 from recovery.snapshot.rhythm import Rhythm, rhythm
@@ -53,6 +55,7 @@ class PrivateCapture:
     Args:
         state: Whose private-copied parts are captured.
         copier: The thread that copies beside training.
+        side_stream: Where copies from a device run.
         finisher: The thread that calls ``on_captured``.
         on_captured: Called once per capture with the result and those who are to have it.
         on_waited: Called when the training thread waited for the copier: seconds, for whom.
@@ -65,6 +68,7 @@ class PrivateCapture:
         stall: StallAccount,
         copier: ServiceThread,
         finisher: ServiceThread,
+        side_stream: SideStream,
         *,
         measure_in_step_bytes: int,
         on_captured: Callable[[Captured, list[Request]], None],
@@ -75,6 +79,7 @@ class PrivateCapture:
         self._stall = stall
         self._copier = copier
         self._finisher = finisher
+        self._side_stream = side_stream
         self._measure_in_step_bytes = measure_in_step_bytes
         self._on_captured = on_captured
         self._on_waited = on_waited
@@ -217,6 +222,7 @@ class PrivateCapture:
             for_whom = ", ".join(request.holder for request in self._eligible(version))
             capture = Capture(version, inner_step, for_whom, preparation)
             jobs: list[CopyJob] = []
+            self._side_stream.mark()
             for name, outline in preparation.outlines.items():
                 when = rhythm(self._state, name)
                 if when is Rhythm.CHANGES_IN_FORWARD:
@@ -229,12 +235,20 @@ class PrivateCapture:
                     if outline.part.bytes.num_bytes != capture.preparation.regions[name].numel():
                         raise _BeginAgain(measure=True)  # state was created or dropped since it was measured
                     capture.handed[name] = outline
-                    jobs += _jobs_of(outline.part, capture.preparation.regions[name])
+                    jobs += self._jobs_of(outline.part, capture.preparation.regions[name])
             capture.jobs = CopyJobs(jobs)
             capture.copied_bytes = span.num_bytes
             self._capture = capture
         capture.seconds = span.seconds
         self._copier.submit(lambda: self._copy_beside(capture))
+
+    def _jobs_of(self, part: LivePart, region: torch.Tensor) -> list[CopyJob]:
+        def copy(offset: int, num_bytes: int) -> None:
+            with self._side_stream.after_mark():
+                copy_range(part, offset, region[offset : offset + num_bytes])
+
+        ranges = chunk_ranges([spec.num_bytes for spec in part.specs])
+        return [functools.partial(copy, offset, num_bytes) for offset, num_bytes in ranges]
 
     def _copy_beside(self, capture: Capture) -> None:
         capture.jobs.work()
@@ -368,13 +382,6 @@ class PrivateCapture:
             failure.__cause__ = None if failure is error else error
             self.fail(failure)
         return False
-
-
-def _jobs_of(part: LivePart, region: torch.Tensor) -> list[CopyJob]:
-    def job(offset: int, num_bytes: int) -> CopyJob:
-        return lambda: copy_range(part, offset, region[offset : offset + num_bytes])
-
-    return [job(offset, num_bytes) for offset, num_bytes in chunk_ranges([spec.num_bytes for spec in part.specs])]
 
 
 def _aligned(num_bytes: int) -> int:

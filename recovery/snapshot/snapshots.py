@@ -17,6 +17,7 @@ from recovery.events import EventSink
 from recovery.snapshot.capture import PrivateCapture
 from recovery.snapshot.capture_records import Captured, Request
 from recovery.snapshot.config import SnapshotConfig
+from recovery.snapshot.device import SideStream, device_of
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.guard import OuterSnapshot
 from recovery.snapshot.hooks import SILENT_STEPS, OptimizerHooks
@@ -74,7 +75,8 @@ class Snapshots:
         self._clock = clock
         self._use_hooks = hooks
         self.stall = StallAccount()
-        self.vault = Vault(config.budget_bytes, keep=config.prefault, pinned=_has_device_state(state))
+        device = device_of(state)
+        self.vault = Vault(config.budget_bytes, keep=config.prefault, pinned=device is not None)
         self._shelf = Shelf()
         self._phase_seconds: float | None = None
         self._layout_digest = b""
@@ -99,6 +101,7 @@ class Snapshots:
             self.stall,
             self._copier,
             self._digester,
+            SideStream(device),
             measure_in_step_bytes=config.measure_in_step_bytes,
             on_captured=self._captured,
             on_waited=self._reports.waited,
@@ -160,6 +163,7 @@ class Snapshots:
             UnsupportedLeaf, MisuseError: a part cannot be read; nothing is published.
         """
         self._check_running()
+        self.stall.bind()
         old = self._shelf.current
         if old is not None and old.is_open:
             reason = f"{version} was published and the guard had not been called before {old.version} was overwritten"
@@ -462,8 +466,3 @@ class Snapshots:
             raise MisuseError("Snapshots was not started")
         if self._ended:
             raise MisuseError("Snapshots is closed")
-
-
-def _has_device_state(state: WorkerState) -> bool:
-    optimizers = [*state.inner_optimizers, *state.outer_optimizers]
-    return any(p.is_cuda for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])

@@ -46,7 +46,9 @@ class Span:
 
 
 class StallAccount:
-    """Sums of seconds and bytes by cause. Written by the training thread, read by any.
+    """Sums of seconds and bytes by cause, of the thread that is bound. Read by any.
+
+    What other threads do while the training thread stands at a boundary is not its stall and is not counted.
 
     Seconds are measured by ``time.perf_counter``, not by the injected clock: they are an observation that no decision
     depends on.
@@ -54,18 +56,24 @@ class StallAccount:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._thread = 0
         self._stalls = {cause: Stall() for cause in StallCause}
+
+    def bind(self) -> None:
+        """The calling thread is the one that trains. Before the first call every thread counts."""
+        self._thread = threading.get_ident()
 
     @contextmanager
     def measure(self, cause: StallCause) -> Iterator[Span]:
-        """Account the block's time to ``cause``, also if it raises."""
+        """Account the block's time to ``cause``, also if it raises, if the training thread runs it."""
         span = Span()
         began = time.perf_counter()
         try:
             yield span
         finally:
-            span.seconds = time.perf_counter() - began
-            self._add(cause, span.seconds, span.num_bytes)
+            if self._thread in (0, threading.get_ident()):
+                span.seconds = time.perf_counter() - began
+                self._add(cause, span.seconds, span.num_bytes)
 
     def of(self, cause: StallCause) -> Stall:
         """Return the sum of one cause so far."""

@@ -114,6 +114,24 @@ def test_cancelled_copies_do_not_begin() -> None:
     assert jobs.done
 
 
+def test_other_threads_do_not_count_once_the_training_thread_is_bound() -> None:
+    account = StallAccount()
+    account.bind()
+
+    def elsewhere() -> None:
+        with account.measure(StallCause.CAPTURE_COPY) as span:
+            span.num_bytes = 5
+        assert span.seconds == 0
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert account.total_seconds == 0
+    with account.measure(StallCause.CAPTURE_COPY):
+        pass
+    assert account.of(StallCause.CAPTURE_COPY).times == 1
+
+
 def test_the_account_attributes_seconds_and_bytes_also_of_what_raised() -> None:
     account = StallAccount()
     with account.measure(StallCause.GUARD_COPY) as span:
