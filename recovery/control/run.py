@@ -82,7 +82,7 @@ class RunMachine:
         """
         self._run = RunState(policy, history, wall_offset_seconds)
         self._boundary = BoundaryDesk(self._run)
-        self._tickets = TicketDesk(self._run, self._boundary)
+        self._tickets = TicketDesk(self._run, self._boundary.gathering)
         self._succession = SuccessionDesk(self._run, self._boundary, self._tickets)
         self._orders = OrderDesk(self._run, self._tickets)
 
@@ -252,7 +252,7 @@ class RunMachine:
                 if not self._succession.offer(member, message.recovery_report):
                     self._tickets.report(member, message.recovery_report)
             case "boundary_arrival":
-                self._boundary.arrive(member, message.boundary_arrival)
+                self._boundary.gathering.arrive(member, message.boundary_arrival)
             case "vote":
                 self._boundary.vote(member, message.vote)
             case "epoch_failure":
@@ -261,7 +261,7 @@ class RunMachine:
                 version = from_proto(message.applied.version)
                 if member.standing is Standing.ORIGIN:
                     self._succession.reported(member, version, message.applied.fingerprint)
-                self._boundary.applied(member, message.applied)
+                self._boundary.seals.applied(member, message.applied)
             case "outcome_query":
                 self._boundary.query(member, message.outcome_query.epoch)
             case "order_result":

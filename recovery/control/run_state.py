@@ -16,7 +16,7 @@ from recovery.control.record import Change, HistoryRecord, Voter
 from recovery.control.wire import to_proto
 from recovery.errors import RecoveryError
 from recovery.events import Event, WorkerRejected
-from recovery.types import Version
+from recovery.types import NO_VERSION, Version
 
 AUTHORITIES = (Standing.READY, Standing.APPLIED, Standing.APPLYING)
 """Standings of workers that hold, or are about to hold, the newest committed version."""
@@ -53,6 +53,8 @@ class RunState:
         self.group: tuple[Voter, ...] = ()
         """Members of the group that the next roster may use again; empty: none may."""
         self.group_id = 0
+        self.blames: dict[str, set[int]] = {}
+        """Failed epochs of the present boundary by whom they were blamed on."""
         self.committed_at = 0.0
         self.beginning: Beginning | None = None
         self.rates: dict[tuple[str, str], float] = {}
@@ -104,6 +106,12 @@ class RunState:
         if self.gather is not None:
             self.gather.arrivals.pop(member.worker_id, None)
             self.gather.deadlines.pop(member.worker_id, None)
+
+    def drop_group(self) -> None:
+        """The next roster gets a new group."""
+        if self.group_id:
+            self.end_scope(f"epoch/{self.group_id}")
+        self.group, self.group_id = (), 0
 
     # Time
 
@@ -183,3 +191,13 @@ def envelope(message: Message) -> coordinator_pb2.CoordinatorMessage:
     wrapped = coordinator_pb2.CoordinatorMessage()
     getattr(wrapped, _FIELD_OF[message.DESCRIPTOR.full_name]).CopyFrom(message)
     return wrapped
+
+
+def outcome_of(
+    number: int, verdict: coordinator_pb2.Verdict.ValueType, created: Version, digest: bytes, reason: str
+) -> coordinator_pb2.Outcome:
+    """Return what a member is told of an epoch."""
+    outcome = coordinator_pb2.Outcome(epoch=number, verdict=verdict, digest=digest, reason=reason)
+    if created != NO_VERSION:
+        outcome.version.CopyFrom(to_proto(created))
+    return outcome

@@ -124,7 +124,7 @@ class SuccessionDesk:
         run.outlook = ""
         run.emit(VersionSealedEvent(version=version, fingerprint=fingerprint.hex(), reporters=(member.worker_id,)))
         run.place_all()
-        self._boundary.announce_seal()
+        self._boundary.seals.announce()
         for request_id in beginning.request_ids:
             run.answer(request_id, _done(beginning, fingerprint))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from protos.recovery.v1 import common_pb2, coordinator_pb2
-from recovery.control.boundary import BoundaryDesk
+from recovery.control.gathering import GatherDesk
 from recovery.control.matching import DonorView, JoinerView, Match, match
 from recovery.control.membership import Member, Standing, Transfer
 from recovery.control.run_state import RunState
@@ -20,9 +20,9 @@ REASONS = ("fresh", "behind", "resync", "diverged")
 class TicketDesk:
     """Answers requests and reports of joiners; ``advance`` serves the queue."""
 
-    def __init__(self, run: RunState, boundary: BoundaryDesk) -> None:
+    def __init__(self, run: RunState, gathering: GatherDesk) -> None:
         self._run = run
-        self._boundary = boundary
+        self._gathering = gathering
 
     # What joiners say
 
@@ -150,7 +150,7 @@ class TicketDesk:
         if member.standing is Standing.READY:
             member.transfer = None
             member.began_late_at = member.held
-            self._boundary.phase_ending(member)
+            self._gathering.phase_ending(member)
         elif member.standing is Standing.QUEUED:
             if member.held == record.sealed and member.fingerprint != record.sealed_fingerprint:
                 for donor in tried:
