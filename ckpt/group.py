@@ -180,20 +180,17 @@ def _restore_step(
         failure = error
     if not group.agree(failure is None):
         raise failure or CheckpointRejected("another process of the group cannot take this checkpoint")
-    damage: CheckpointRejected | None = None
     for index, (restoration, record, names) in enumerate(jobs):
         for name in names:
+            damage: CheckpointRejected | None = None
             try:
                 _move(group, restoration, record, name, offer[index] if offer is not None else None)
             except CheckpointRejected as error:
                 damage = error
-                break
-        # All know it: the leader says so in the stream, and a follower's own finding is agreed on below.
-        if damage is not None:
-            break
-    if not group.agree(damage is None):
-        logger.warning("%s is not used: %s", records[0].manifest.cut, damage or "another process found it damaged")
-        return None
+            # After each part: whoever found something wrong must not leave the others in the middle of the next one.
+            if not group.agree(damage is None):
+                logger.warning("%s is not used: %s", record.manifest.cut, damage or "another process found it damaged")
+                return None
     for restoration, _, _ in jobs:
         restoration.commit()
     return records[0].manifest.cut.version
