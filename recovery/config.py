@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from recovery.errors import BadConfiguration
 
@@ -20,8 +20,11 @@ _FALSE = {"0", "false", "no", "off"}
 def from_environment(config: type[C], environ: Mapping[str, str] | None = None, **explicit: Any) -> C:
     """Return ``config(**explicit)`` with fields that were not given taken from ``RECOVERY_<FIELD>``.
 
+    A field that is itself such a dataclass takes its own fields from the same environment, unless it was given.
+
     Args:
-        config: A frozen dataclass whose fields are str, int, float, bool or tuples of str (comma-separated).
+        config: A frozen dataclass whose fields are str, int, float, bool, tuples of str (comma-separated), or
+            dataclasses of these.
         environ: Where to look; ``os.environ`` if None.
         **explicit: Values that win over the environment. None counts as not given.
 
@@ -29,16 +32,30 @@ def from_environment(config: type[C], environ: Mapping[str, str] | None = None, 
         BadConfiguration: a ``RECOVERY_*`` name that no field has, or a value that its field's type cannot take.
     """
     environ = os.environ if environ is None else environ
-    hints = get_type_hints(config)
-    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    values = {name: value for name, value in explicit.items() if value is not None}
+    known = _names(config)
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
-        field = variable.removeprefix(PREFIX).lower()
-        if field not in names:
-            known = ", ".join(sorted(PREFIX + name.upper() for name in names))
-            raise BadConfiguration(f"{variable} is set but nothing reads it; known are: {known}")
-        if field not in values:
-            values[field] = _parse(variable, environ[variable], hints[field])
+        if variable not in known:
+            listed = ", ".join(sorted(known))
+            raise BadConfiguration(f"{variable} is set but nothing reads it; known are: {listed}")
+    return _build(config, environ, {name: value for name, value in explicit.items() if value is not None})
+
+
+def _names(config: type) -> set[str]:
+    names: set[str] = set()
+    for name, hint in get_type_hints(config).items():
+        names |= _names(cast(type, hint)) if dataclasses.is_dataclass(hint) else {PREFIX + name.upper()}
+    return names
+
+
+def _build(config: type[C], environ: Mapping[str, str], values: dict[str, Any]) -> C:
+    for name, hint in get_type_hints(config).items():
+        variable = PREFIX + name.upper()
+        if name in values:
+            continue
+        if dataclasses.is_dataclass(hint):
+            values[name] = _build(cast(type, hint), environ, {})
+        elif variable in environ:
+            values[name] = _parse(variable, environ[variable], hint)
     return config(**values)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.peer_service import Conversation, dial, probe_any
+from recovery.control.security import is_loopback
 from recovery.control.wire import from_proto
 from recovery.errors import DonorBusy, MisuseError, RecoveryError
 from recovery.protocol.session import (
@@ -193,6 +194,7 @@ class PeerSource:
             run_id=self._context.config.run_id,
             sender=self._context.worker,
             expected=peer.worker,
+            peer_is_remote=not is_loopback(self._context.host),
         )
 
     def _round_trip(self, peer: DonorPeer) -> float:
@@ -202,6 +204,7 @@ class PeerSource:
             run_id=self._context.config.run_id,
             sender=self._context.worker,
             expected=peer.worker,
+            peer_is_remote=not is_loopback(self._context.host),
         ).round_trip_seconds
 
     def _open_link(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
