@@ -256,8 +256,8 @@ def _copy_strided(holder: torch.Tensor | np.ndarray, start: int, data: torch.Ten
 
 _FAR_BYTES = 2048
 """Neighbours of a row this far apart in memory are copied by way of a dense buffer."""
-_TILE_BYTES = 256 * 1024
-"""Size of that buffer: inside the second-level cache."""
+_TILE_ELEMENTS = 16 * 1024
+"""Size of that buffer: inside the second-level cache, and too small for torch to wake its other threads for a copy."""
 
 
 def _copy_box(piece: torch.Tensor, box: torch.Tensor, *, to_box: bool) -> None:
@@ -273,7 +273,7 @@ def _copy_box(piece: torch.Tensor, box: torch.Tensor, *, to_box: bool) -> None:
     if not order:
         box.copy_(piece) if to_box else piece.copy_(box)
         return
-    rows = max(1, _TILE_BYTES * box.shape[0] // (box.numel() * box.itemsize))
+    rows = max(1, _TILE_ELEMENTS * box.shape[0] // box.numel())
     scratch = torch.empty(rows * (box.numel() // box.shape[0]), dtype=box.dtype)
     for first in range(0, box.shape[0], rows):
         tile, part = box[first : first + rows], piece[first : first + rows]
