@@ -6,8 +6,8 @@
 
 The machine has no IO, clock or thread. It is made of desks that share one ``RunState``:
 
-* ``succession``: who begins a lineage (origin, resume, rollback, adopt)
-* ``boundary``: gather, roster, votes, commit, seal
+* ``succession``: who has the history (origin, resume); ``lineage_orders``: rollback, adopt; both use ``beginnings``
+* ``boundary``: roster, votes, commit; with ``gathering`` before and ``sealing`` after
 * ``tickets``: who gets state from whom
 * ``orders``: what operators want of workers
 
@@ -17,6 +17,7 @@ After each input every desk does what is due, until nothing is.
 from __future__ import annotations
 
 from protos.recovery.v1 import coordinator_pb2, operations_pb2
+from recovery.control.beginnings import BeginningDesk
 from recovery.control.boundary import BoundaryDesk
 from recovery.control.inputs import (
     Answer,
@@ -34,7 +35,9 @@ from recovery.control.inputs import (
     Tell,
     Tick,
 )
+from recovery.control.lineage_orders import LineageOrderDesk
 from recovery.control.membership import Member, Standing, held_of, refusal
+from recovery.control.offers import OfferDesk
 from recovery.control.orders import OrderDesk
 from recovery.control.policy import RunPolicy
 from recovery.control.record import HistoryRecord, RunSettled
@@ -83,7 +86,10 @@ class RunMachine:
         self._run = RunState(policy, history, wall_offset_seconds)
         self._boundary = BoundaryDesk(self._run)
         self._tickets = TicketDesk(self._run, self._boundary.gathering)
-        self._succession = SuccessionDesk(self._run, self._boundary, self._tickets)
+        self._beginnings = BeginningDesk(self._run, self._boundary)
+        self._offers = OfferDesk(self._run, self._tickets)
+        self._succession = SuccessionDesk(self._run, self._beginnings, self._offers, self._tickets)
+        self._lineage_orders = LineageOrderDesk(self._run, self._beginnings, self._offers)
         self._orders = OrderDesk(self._run, self._tickets)
 
     @property
@@ -133,6 +139,8 @@ class RunMachine:
         for _ in range(MAX_ROUNDS):
             before = len(run.effects)
             run.wake_at = None
+            self._beginnings.advance()
+            self._lineage_orders.advance()
             self._succession.advance()
             self._boundary.advance()
             self._tickets.advance()
@@ -178,7 +186,7 @@ class RunMachine:
         self._welcome(member)
         if undecided:
             self._boundary.query(member, undecided)
-        self._succession.remind(member)
+        self._beginnings.remind(member)
 
     def _replace(self, old: Member, silent: float) -> None:
         run = self._run
@@ -249,7 +257,7 @@ class RunMachine:
             case "recovery_request":
                 self._tickets.request(member, message.recovery_request)
             case "recovery_report":
-                if not self._succession.offer(member, message.recovery_report):
+                if not self._offers.take(member, message.recovery_report):
                     self._tickets.report(member, message.recovery_report)
             case "boundary_arrival":
                 self._boundary.gathering.arrive(member, message.boundary_arrival)
@@ -260,7 +268,7 @@ class RunMachine:
             case "applied":
                 version = from_proto(message.applied.version)
                 if member.standing is Standing.ORIGIN:
-                    self._succession.reported(member, version, message.applied.fingerprint)
+                    self._beginnings.reported(member, version, message.applied.fingerprint)
                 self._boundary.seals.applied(member, message.applied)
             case "outcome_query":
                 self._boundary.query(member, message.outcome_query.epoch)
@@ -311,9 +319,9 @@ class RunMachine:
             case operations_pb2.SetRateRequest():
                 self._orders.set_rate(request_id, request)
             case operations_pb2.RollbackRequest():
-                self._succession.rollback(request_id, from_proto(request.version), request.worker_id)
+                self._lineage_orders.rollback(request_id, from_proto(request.version), request.worker_id)
             case operations_pb2.AdoptRequest():
-                self._succession.adopt(request_id, request.worker_id)
+                self._lineage_orders.adopt(request_id, request.worker_id)
 
     def _of_this_run(self, request_id: str, run_id: str) -> bool:
         if run_id in ("", self._run.policy.run_id):

@@ -236,7 +236,7 @@ def _origin_by_arrival(self: succession.SuccessionDesk) -> None:
         return
     first = sorted(run.live(), key=lambda member: member.attached_at)
     if first:
-        self.begin(first[0], first[0].held.outer_step, ORIGIN)
+        self._beginnings.begin(first[0], first[0].held.outer_step, ORIGIN)
 
 
 def main() -> int:
