@@ -31,8 +31,8 @@ def freeze(live: LivePart, data: torch.Tensor) -> LivePart:
 def copy_range(live: LivePart, offset: int, out: torch.Tensor) -> None:
     """``out`` holds the part's bytes from ``offset`` on.
 
-    For service threads: a dense stretch is copied by one thread without the GIL, so that torch's own thread pool is
-    left to training.
+    A dense stretch is copied by the calling thread alone, without the GIL: torch's thread pool is left to training,
+    and the guard does not depend on when the pool's threads get a core.
     """
     view = live.bytes.view(offset, out.numel())
     if view is None:

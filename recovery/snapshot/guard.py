@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -242,10 +242,8 @@ class OuterSnapshot:
                     # it, and the bytes go to the spare one.
                     self._spare = (p, c)
         copied = 0
-        for p, c in todo:
-            assert arena is not None
-            offset, num_bytes = self._chunks[p][c]
-            self._parts[p].bytes.read(offset, num_bytes, self._slot(arena, p, c))
+        for p, offset, num_bytes, slot in self._runs(arena, todo) if arena is not None else ():
+            copy_range(self._parts[p], offset, slot)
             copied += num_bytes
         with self._lock:
             for p, c in todo:
@@ -265,6 +263,24 @@ class OuterSnapshot:
         callbacks = tuple(callback for record in records for callback in record.on_closed)
         self.book.end_all(reason)
         return callbacks
+
+    def _runs(self, arena: Arena, todo: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Yield (part, offset, bytes, place in the arena), neighbouring chunks of one tensor taken together."""
+        position = 0
+        while position < len(todo):
+            p, c = todo[position]
+            offset, num_bytes = self._chunks[p][c]
+            position += 1
+            while position < len(todo) and self._spare not in (todo[position - 1], todo[position]):
+                (next_p, next_c), size = todo[position], self._chunks[todo[position][0]][todo[position][1]][1]
+                if (next_p, next_c) != (p, c + 1) or self._parts[p].bytes.view(offset, num_bytes + size) is None:
+                    break
+                c, num_bytes, position = next_c, num_bytes + size, position + 1
+            if self._spare == (p, c):
+                yield p, offset, num_bytes, self._slot(arena, p, c)
+            else:
+                start = self._starts[p] + offset
+                yield p, offset, num_bytes, arena.data[start : start + num_bytes]
 
     def _needed(self) -> list[tuple[int, int]]:
         """Chunks that are not saved and that some holder has not verified. While digests are not ready: all."""
