@@ -31,7 +31,8 @@ from recovery.state.parts import WorkerState
 from recovery.state.restore import Restoration
 from recovery.state.scheduler_part import SchedulerPart, class_name
 from recovery.state.tensors_part import TensorsPart
-from tests.support.state_reports import REPORTS
+from tests.support import state_reports, state_reports_origin  # noqa: F401 (they register their checks)
+from tests.support.report_registry import REPORTS
 
 _ATTACH = OptimizerPart.attach
 _READ_PART = WorkerState.read_part

@@ -6,13 +6,18 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
+from torch.optim import lr_scheduler
 
 from recovery.state.digest import numerics_id
 from recovery.state.manifest import Manifest, decode, encode
 from recovery.state.parts import WorkerState, describe
 from recovery.state.restore import Restoration, RestoreMode, RestoreReport
 from recovery.types import Cut, Incarnation, PartName, RunId, Version, WorkerId, WorkerRef
+from tests.support.zoo import Case, Worker, one
+
+ADAMW = one(optim.AdamW, lr=1e-2)
+SIMPLE = Case("simple", ADAMW, schedule=lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 12))
 
 Tamper = Callable[[PartName, Tensor], Tensor]
 
@@ -77,3 +82,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(
         a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
     )
+
+
+def pair(case: Case = SIMPLE, donor_phases: int = 1, joiner_phases: int = 0) -> tuple[Worker, Worker]:
+    """Return a donor and a joiner that were built from different seeds and trained so long."""
+    donor, joiner = Worker(case, 0), Worker(case, 1)
+    donor.train(donor_phases)
+    joiner.train(joiner_phases)
+    return donor, joiner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,11 @@ INNER_STEPS = 5
 
 Inner = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
 Schedule = Callable[[Optimizer], LRScheduler]
+
+
+def one(cls: Callable[..., Optimizer], **options: Any) -> Inner:
+    """Return a recipe for one optimizer over all parameters that train."""
+    return lambda net: cls([p for p in net.parameters() if p.requires_grad], **options)
 
 
 def outer_sgd(params: Sequence[Tensor]) -> Optimizer:

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from recovery.state.rng import PythonRandom, add_random_generators
 from recovery.types import PartClass
 from tests.support import zoo_models as models
-from tests.support.zoo import Case, Inner, Worker
+from tests.support.zoo import Case, Inner, Worker, one
 
 
 class Fp32Momentum(Optimizer):
@@ -42,11 +42,6 @@ class Fp32Momentum(Optimizer):
                     state["step"] += 1
                     state["momentum"].mul_(0.9).add_(parameter.grad.float())
                     parameter.add_((-group["lr"] * state["momentum"]).to(parameter.dtype))
-
-
-def one(cls: Callable[..., Optimizer], **options: Any) -> Inner:
-    """Return a recipe for one optimizer over all parameters that train."""
-    return lambda net: cls([p for p in net.parameters() if p.requires_grad], **options)
 
 
 def named(cls: Callable[..., Optimizer], **options: Any) -> Inner:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.state_reports import REPORTS
+from tests.support import state_reports, state_reports_origin  # noqa: F401 (they register their checks)
+from tests.support.report_registry import REPORTS
 
 
 @pytest.fixture(autouse=True)
