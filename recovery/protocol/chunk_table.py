@@ -56,7 +56,6 @@ class ChunkEntry:
     name: ChunkName
     viewable: bool = False
     done: bool = False
-    probing: bool = False
     bad: set[str] = field(default_factory=set)
     flights: dict[int, ChunkFlight] = field(default_factory=dict)
 
@@ -78,6 +77,7 @@ class ChunkTable:
         self.needed_bytes = 0
         self.prepared = False
         self._num_done = 0
+        self._num_probing = 0
         self._needed: dict[ChunkKey, None] = {}
         self._flights: dict[int, ChunkFlight] = {}
         self._by_pull: dict[tuple[str, int], ChunkFlight] = {}
@@ -90,7 +90,7 @@ class ChunkTable:
     @property
     def quiet(self) -> bool:
         """Whether nothing is on its way, being checked or being probed."""
-        return not self._flights and not any(entry.probing for entry in self.entries.values())
+        return not self._flights and not self._num_probing
 
     def prepare(self, viewable: frozenset[ChunkKey], candidates: frozenset[ChunkKey]) -> list[ChunkKey]:
         """The destinations exist; return the chunks to probe. The others are needed from now on."""
@@ -99,7 +99,7 @@ class ChunkTable:
         for key, entry in self.entries.items():
             entry.viewable = key in viewable
             if key in candidates:
-                entry.probing = True
+                self._num_probing += 1
                 probes.append(key)
             else:
                 self._need(key)
@@ -107,7 +107,7 @@ class ChunkTable:
 
     def probed(self, key: ChunkKey, present: bool) -> None:
         entry = self.entries[key]
-        entry.probing = False
+        self._num_probing -= 1
         if present:
             self._finish(entry)
             self.reused_bytes += entry.name.num_bytes

@@ -115,11 +115,12 @@ class ChunkOrder:
 def choose_lanes(round_trip_seconds: float | None, *, bbr: bool) -> int:
     """Return how many sockets suit a path.
 
-    Near (under 2 ms, or unknown) two keep both cores of a small machine busy. Far away a socket that backs off at each
-    loss carries little, so many share the path; one that models the path's rate needs company only for its ramp.
+    Near (under 2 ms, or unknown) one is enough: gloo serves all sockets of a group from one thread, and each further
+    one costs both ends processor time. Far away a socket that backs off at each loss carries little, so many share
+    the path; one that models the path's rate needs company only for its ramp.
     """
     if round_trip_seconds is None or round_trip_seconds < 0.002:
-        return 2
+        return 1
     return 8 if bbr else MAX_LANES
 
 

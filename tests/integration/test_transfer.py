@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from recovery.errors import NoDonorLeft, TransferCancelled
+from recovery.errors import DonorRefused, LayoutMismatch, MisuseError, NoDonorLeft, TransferCancelled
 from recovery.events import Recorder
 from recovery.protocol.ports import DonorPeer, JoinerConversation
-from recovery.protocol.session import ChunkLedger, JoinerConfig, JoinerSession, PlannerConfig
+from recovery.protocol.session import ChunkLedger, ChunkSpool, JoinerConfig, JoinerSession, PlannerConfig
+from recovery.state.chunks import PartBytes
+from recovery.state.manifest import Manifest
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, GlooLink, open_gloo_link
-from recovery.types import KIB, MIB
+from recovery.types import KIB, MIB, PartName
 from tests.support.memory_donor import Destinations, MemoryDonor, MemorySnapshots, attempt
 from tests.support.memory_store import MemoryStore
 
@@ -63,6 +66,7 @@ def run_joiner(
     *,
     config: JoinerConfig | None = None,
     ledger: ChunkLedger | None = None,
+    spool: ChunkSpool | None = None,
     want_private: bool = True,
     number: int = 1,
     recorder: Recorder | None = None,
@@ -80,6 +84,7 @@ def run_joiner(
         on_manifest=destinations,
         events=recorder or Recorder(),
         ledger=ledger,
+        spool=spool,
     )
 
 
@@ -159,6 +164,105 @@ def test_delta_moves_only_what_differs() -> None:
     changed.join()
     assert result.payload_bytes == 4 * MIB
     assert all(destinations.holds(name, value) for name, value in outer.items())
+
+
+def test_a_restarted_joiner_takes_what_it_has_from_its_spool(tmp_path: Path) -> None:
+    wires = Wires()
+    outer = outer_state()
+    for kept_fraction in (0.0, 1.0):
+        spool = ChunkSpool(tmp_path / "spool")
+        spool.start()
+        donor = MemoryDonor(MemorySnapshots("d0", outer), wires.donor_end)
+        destinations = Destinations()  # a new process has fresh memory and no ledger
+        result = run_joiner([donor], wires, destinations, spool=spool, want_private=False).run()
+        donor.join()
+        spool.close()
+        assert result.reused_bytes == kept_fraction * result.outer.num_bytes
+        assert result.payload_bytes == (1 - kept_fraction) * result.outer.num_bytes
+        assert all(destinations.holds(name, value) for name, value in outer.items())
+
+
+def test_neither_descriptors_nor_threads_pile_up() -> None:
+    wires = Wires()
+    outer: dict[str, object] = {"outer_params": {"w": big(1 * MIB, 1)}}
+
+    def counts() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    seen = []
+    for _ in range(8):
+        donor = MemoryDonor(MemorySnapshots("d0", outer), wires.donor_end)
+        run_joiner([donor], wires, Destinations(), want_private=False, config=JoinerConfig(lanes=8)).run()
+        donor.join()
+        seen.append(counts())
+    assert seen[-1] == seen[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "dialling", "manifest"])
+def test_cancel_is_possible_at_any_moment(moment: str) -> None:
+    wires = Wires()
+    donor = MemoryDonor(MemorySnapshots("d0", outer_state(), private_state()), wires.donor_end)
+    before = set(threading.enumerate())
+    sessions: list[JoinerSession] = []
+
+    class Cancelling(Destinations):
+        def __call__(self, role: int, manifest: Manifest) -> dict[PartName, PartBytes]:
+            if moment == "manifest":
+                sessions[0].cancel(moment)
+            return super().__call__(role, manifest)
+
+    def dial(peer: DonorPeer) -> JoinerConversation:
+        if moment == "dialling":
+            sessions[0].cancel(moment)
+        return donor.dial()
+
+    session = JoinerSession(
+        attempt([donor]),
+        JoinerConfig(),
+        dial=dial,
+        open_link=wires.joiner_end,
+        on_manifest=Cancelling(),
+        events=Recorder(),
+    )
+    sessions.append(session)
+    if moment == "before":
+        session.cancel(moment)
+    with pytest.raises(TransferCancelled, match=moment):
+        session.run()
+    donor.join()
+    assert set(threading.enumerate()) == before
+    with pytest.raises(MisuseError):
+        session.run()
+
+
+def test_an_error_of_the_callback_ends_the_transfer_with_it() -> None:
+    wires = Wires()
+    donor = MemoryDonor(MemorySnapshots("d0", outer_state()), wires.donor_end)
+
+    class Refusing(Destinations):
+        def __call__(self, role: int, manifest: Manifest) -> dict[PartName, PartBytes]:
+            raise LayoutMismatch("two models")
+
+    with pytest.raises(LayoutMismatch, match="two models"):
+        run_joiner([donor], wires, Refusing()).run()
+    (result,) = donor.join()
+    assert "two models" in str(result.error)
+
+
+def test_a_donor_that_drains_says_so() -> None:
+    wires = Wires()
+    donor = MemoryDonor(MemorySnapshots("d0", outer_state()), wires.donor_end)
+    donor.limiter.set_rate(64 * KIB)
+
+    class Watching(Destinations):
+        def __call__(self, role: int, manifest: Manifest) -> dict[PartName, PartBytes]:
+            donor.sessions[0].cancel("this donor drains")
+            return super().__call__(role, manifest)
+
+    with pytest.raises(NoDonorLeft, match="this donor drains"):
+        run_joiner([donor], wires, Watching()).run()
+    (result,) = donor.join()
+    assert isinstance(result.error, DonorRefused)
 
 
 def test_cancel_ends_both_sides() -> None:

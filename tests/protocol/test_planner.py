@@ -146,7 +146,7 @@ def test_each_idle_donor_overtakes_one_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_trip", "bbr", "lanes"), [(None, True, 2), (0.0001, False, 2), (0.08, True, 8), (0.08, False, 64)]
+    ("round_trip", "bbr", "lanes"), [(None, True, 1), (0.0001, False, 1), (0.08, True, 8), (0.08, False, 64)]
 )
 def test_lanes_suit_the_path(round_trip: float | None, bbr: bool, lanes: int) -> None:
     assert choose_lanes(round_trip, bbr=bbr) == lanes
