@@ -65,7 +65,8 @@ class CorpusReader:
         self._worker_index = worker_index
         self._batch_size = batch_size
         self._context = context
-        self._cursor = 0
+        # Another start for each worker: with equal strides, a place then tells whose it is until the shard wraps.
+        self._cursor = worker_index % context
         self._batches = 0
 
     @property

@@ -236,6 +236,24 @@ def _killed_and_back(history: History, expectation: Expectation) -> str:
     return f"survivors committed {len(meanwhile)} boundaries meanwhile; back at {back[0].version} after {gap:.1f} s"
 
 
+def _own_data(history: History, expectation: Expectation) -> str:
+    places = []
+    for process in history.processes:
+        if process[1] == 1:
+            continue
+        states = history.of("state", process)
+        if not states:
+            raise NotProved(f"{process[0]} was started again and never got a state")
+        place = states[0].number("position")
+        been = {e.number("position") for e in history.of("inner") if e.source == process[0] and e.launch < process[1]}
+        if place not in been:
+            raise NotProved(f"{process[0]} went on at byte {place:.0f} of its data, where it never was")
+        places.append(f"{process[0]} at byte {place:.0f}")
+    if not places:
+        raise NotProved("no worker was started again")
+    return f"{', '.join(places)}: places of their own, neither the beginning nor a donor's"
+
+
 def _verify_names(history: History, expectation: Expectation) -> str:
     flipped = history.one("flipped", "bits flipped on purpose")
     before = history.one("verified", "a verify before the flip", lambda e: e.text("when") == "before")
@@ -307,6 +325,7 @@ _CHECKS: list[tuple[str, Callable[[History, Expectation], str]]] = [
     ("the next step is bit-equal", _next_step),
     ("the joiner's next 20 learning rates equal the donor's", _learning_rates),
     ("killed worker came back live, the others went on", _killed_and_back),
+    ("restarted workers went on in their own data", _own_data),
     ("verify named exactly the flipped tensors", _verify_names),
     ("resync healed the worker", _resync_heals),
     ("resumed from disk at the checkpoint's own step", _resumed),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,10 +22,10 @@ DEMO = [sys.executable, "-m", "recovery.cli.main", "demo", "--json", *SHORT]
 
 
 @contextlib.contextmanager
-def running_demo() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Start a demo and yield it, with the ids of its processes, once a worker trains."""
+def running_demo(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Start a demo and yield it, with the ids of its processes, once a worker trains. It works inside ``folder``."""
     pids: list[int] = []
-    with subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)}) as demo:
         try:
             assert demo.stdout is not None
             for line in demo.stdout:
@@ -64,17 +65,18 @@ def test_the_demo_proves_everything(tmp_path: Path) -> None:
     await_gone([line["fields"]["pid"] for line in lines if line["type"] == "started"])
 
 
-def test_an_interrupted_demo_ends_all_its_processes() -> None:
-    with running_demo() as (demo, pids):
+def test_an_interrupted_demo_ends_all_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    with running_demo(tmp_path) as (demo, pids):
         demo.send_signal(signal.SIGINT)
         rest, _ = demo.communicate(timeout=60)
         assert demo.returncode == 130
         assert json.loads(rest.splitlines()[-1])["notes"][0] == "Interrupted: all processes were ended."
         await_gone(pids)
+        assert list(tmp_path.glob("recovery-demo-*")) == []
 
 
-def test_a_killed_demo_leaves_no_process_behind() -> None:
-    with running_demo() as (demo, pids):
+def test_a_killed_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running_demo(tmp_path) as (demo, pids):
         demo.kill()
         demo.wait()
         await_gone(pids)

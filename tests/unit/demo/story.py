@@ -22,6 +22,7 @@ class Story:
         self.lineage = 1
         self.k = 0
         self.launches: dict[str, int] = {}
+        self.batches: dict[str, int] = {}
 
     @property
     def version(self) -> str:
@@ -51,13 +52,16 @@ class Story:
             outer_digest=f"outer-{self.k}",
             inner_digest=f"inner-{epoch}",
             learning_rates=learning_rates(epoch),
+            position=64 * self.batches.get(source, 0),
         )
 
     def inner(self, source: str, inner_step: int) -> None:
         epoch = self.k * INNER_STEPS + inner_step
+        self.batches[source] = self.batches.get(source, 0) + 1
         self.add(
             source,
             "inner",
+            position=64 * self.batches[source],
             version=self.version,
             inner_step=inner_step,
             epoch=epoch,

@@ -69,6 +69,18 @@ def test_batches_are_windows_spread_over_the_shard_and_move_on_by_the_context() 
     assert second[0].tolist() == list(range(5, 11))
 
 
+def test_no_two_workers_stand_at_the_same_byte() -> None:
+    seen = []
+    for worker_index in range(4):
+        place = reader(worker_index=worker_index)
+        cursors = set()
+        for _ in range(20):
+            cursors.add(place.cursor)
+            place.next_batch()
+        seen.append(cursors)
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 80
+
+
 def test_windows_wrap_round_at_the_end() -> None:
     place = reader(size=24)
     batches = [place.next_batch() for _ in range(5)]

@@ -20,6 +20,7 @@ STATE_EQUAL = "a joiner's state is bit-equal to its donor's at the cut"
 NEXT_STEP = "the next step is bit-equal"
 LEARNING_RATES = "the joiner's next 20 learning rates equal the donor's"
 BACK = "killed worker came back live, the others went on"
+OWN_DATA = "restarted workers went on in their own data"
 VERIFY = "verify named exactly the flipped tensors"
 RESYNC = "resync healed the worker"
 RESUMED = "resumed from disk at the checkpoint's own step"
@@ -33,6 +34,7 @@ ALL = {
     NEXT_STEP,
     LEARNING_RATES,
     BACK,
+    OWN_DATA,
     VERIFY,
     RESYNC,
     RESUMED,
@@ -141,6 +143,9 @@ SPOILT: list[tuple[str, str, Spoil]] = [
     (BACK, "not killed", without("killed", at("worker-0"))),
     (BACK, "not back", without("state", lambda e: e.source == "worker-0" and e.launch == 2)),
     (BACK, "the others stood still", without("applied", lambda e: e.text("version") == "L1.k3")),
+    (OWN_DATA, "from the beginning", changed("state", lambda e: e.launch == 2, position=0)),
+    (OWN_DATA, "never began", without("state", lambda e: e.launch == 2)),
+    (OWN_DATA, "never restarted", without("started", lambda e: e.launch == 2)),
     (VERIFY, "one not named", changed("verified", when("damaged"), different=["outer_params/a"])),
     (VERIFY, "one too many", changed("verified", when("damaged"), different=["outer_params/a", "outer_params/b", "c"])),
     (VERIFY, "named before", changed("verified", when("before"), different=["outer_params/a"])),
