@@ -21,6 +21,7 @@ from recovery.state.digest import numerics_id
 from recovery.state.leaf import ShardSpec
 from recovery.state.live_part import LivePart, describe, live_part
 from recovery.state.manifest import TensorSpec
+from recovery.state.optimizer_part import RUNTIME_FLAGS
 from recovery.state.parts import WorkerState
 from recovery.state.restore import Restoration, RestoreMode, RestoreReport
 from recovery.state.tree import join
@@ -91,7 +92,8 @@ def apply_values(
             continue
         own = state.read_part(name)
         merge = _Merge(name, {spec.path: spec for spec in own.specs}, boxes, differences)
-        merged = value if state.part(name).loads else merge.run(join(own.tree, own.tensors), value)
+        mine = join(own.tree, own.tensors)
+        merged = _with_class(value, mine) if state.part(name).loads else merge.run(mine, value)
         part = live_part(name, state.part_class(name), merged)
         specs = tuple(
             dataclasses.replace(spec, shard=merge.shards[spec.path]) if spec.path in merge.shards else spec
@@ -205,7 +207,7 @@ class _Merge:
         return self._node(own, theirs, "")
 
     def _optimizer(self, own: dict[str, object], theirs: dict[str, object]) -> dict[str, object]:
-        if own["class"] != theirs["class"]:
+        if theirs["class"] not in ("", own["class"]):  # other systems do not say which class it was
             self._differs("class", f"{theirs['class']} in the checkpoint, {own['class']} here; the worker's stays")
             return own
         rest = ("class", "state", "param_groups")
@@ -274,13 +276,15 @@ class _Merge:
         merged = type(own)()
         for key, value in own.items():
             at = _join(path, key)
-            if key in theirs:
+            if at == "class" and theirs.get(key) == "":
+                merged[key] = value  # a scheduler of another system, which does not say its class
+            elif key in theirs:
                 merged[key] = self._node(value, theirs[key], at)
             else:
                 self._differs(at, "missing in the checkpoint; the worker's stays")
                 merged[key] = value
         for key in theirs:
-            if key not in own:
+            if key not in own and key not in RUNTIME_FLAGS:
                 self._differs(_join(path, key), "unexpected, this worker has nothing of that name")
         return merged
 
@@ -305,6 +309,13 @@ class _Merge:
 
 def _is_optimizer(value: object) -> bool:
     return isinstance(value, dict) and set(value) >= {"class", "state", "param_groups"}
+
+
+def _with_class(theirs: object, own: object) -> object:
+    """Return a scheduler's value with this worker's class where the other system did not say one."""
+    if isinstance(theirs, dict) and isinstance(own, dict) and theirs.get("class") == "" and "class" in own:
+        return {**theirs, "class": own["class"]}
+    return theirs
 
 
 def _join(path: str, key: object) -> str:
