@@ -11,7 +11,7 @@ from protos.recovery.v1 import coordinator_pb2, operations_pb2
 from recovery.control.boundary import BoundaryDesk
 from recovery.control.membership import Member, Standing
 from recovery.control.record import ADOPT, RESUME, ROLLBACK, LineageBegun, PauseSet, VersionSealed, Voter
-from recovery.control.run_state import Beginning, RunState
+from recovery.control.run_state import AUTHORITIES, Beginning, RunState
 from recovery.control.wire import to_proto
 from recovery.errors import PeerUnreachable, RecoveryError, RunRefused
 from recovery.events import LineageStarted
@@ -109,6 +109,8 @@ class BeginningDesk:
         self.unfit.add(beginning.voter)
         run.beginning = None
         run.place_all()
+        for member in run.live_in(*AUTHORITIES):
+            run.welcome(member)  # it may have stood at a boundary that was called off: it arrives again
         for request_id in beginning.request_ids:
             run.answer(request_id, error)
 

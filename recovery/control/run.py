@@ -45,13 +45,16 @@ from recovery.control.run_state import AUTHORITIES, RunState, envelope
 from recovery.control.status import status_of
 from recovery.control.succession import SuccessionDesk
 from recovery.control.tickets import TicketDesk
-from recovery.control.wire import duration, from_proto, to_proto
+from recovery.control.wire import from_proto, to_proto
 from recovery.errors import BadConfiguration, RecoveryError, RunRefused
 from recovery.events import WorkerAttached, WorkerLeft, WorkerLost, WorkerRejected
-from recovery.types import NO_VERSION, WorkerRef
+from recovery.types import WorkerRef
 
 MAX_ROUNDS = 16
 """Rounds in which the desks come to rest after one input. More would be a cycle: an error of this program."""
+
+MAX_EPOCH = 2**48
+"""No epoch ever comes near it; what a worker claims must not exhaust the numbers."""
 
 __all__ = [
     "Answer",
@@ -182,8 +185,10 @@ class RunMachine:
         run.returning.discard(worker.worker_id)
         run.emit(WorkerAttached(worker_id=worker.worker_id, incarnation=worker.incarnation, held=held))
         undecided = hello.undecided_epoch
+        if max(hello.last_epoch, hello.undecided_epoch) < MAX_EPOCH:
+            run.record.last_epoch = max(run.record.last_epoch, hello.last_epoch, hello.undecided_epoch)
         run.place(member)
-        self._welcome(member)
+        run.welcome(member)
         if undecided:
             self._boundary.query(member, undecided)
         self._beginnings.remind(member)
@@ -209,24 +214,6 @@ class RunMachine:
         if known.transfer is not None and known.transfer.donors:
             # Only the stream to here was lost: its conversations with the donors go on.
             member.standing, member.why, member.since = Standing.JOINING, known.why, known.since
-
-    def _welcome(self, member: Member) -> None:
-        run, record = self._run, self._run.record
-        welcome = coordinator_pb2.Welcome(
-            sealed_fingerprint=record.sealed_fingerprint,
-            current=member.standing in (Standing.READY, Standing.APPLIED),
-            awaiting_origin=member.standing in (Standing.AWAITING, Standing.ORIGIN),
-            gather_max_wait=duration(run.policy.gather_max_wait_seconds),
-            min_participants=run.policy.min_participants,
-            inner_steps_per_phase=run.policy.inner_steps_per_phase,
-        )
-        if record.sealed != NO_VERSION:
-            welcome.sealed.CopyFrom(to_proto(record.sealed))
-        position = record.positions.get(member.worker_id)
-        if position is not None:
-            welcome.data_position = position.position
-            welcome.data_position_version.CopyFrom(to_proto(position.version))
-        run.tell(member, welcome)
 
     def _detach(self, worker: WorkerRef, reason: str) -> None:
         member = self._run.process((worker.worker_id, worker.incarnation))

@@ -13,7 +13,7 @@ from recovery.control.inputs import Answer, Drop, Effect, Emit, EndScope, Persis
 from recovery.control.membership import Member, Standing, placed
 from recovery.control.policy import RunPolicy
 from recovery.control.record import Change, HistoryRecord, Voter
-from recovery.control.wire import to_proto
+from recovery.control.wire import duration, to_proto
 from recovery.errors import RecoveryError
 from recovery.events import Event, WorkerRejected
 from recovery.types import NO_VERSION, Version
@@ -163,6 +163,25 @@ class RunState:
         """Judge every live member anew: the history took another course."""
         for member in self.live():
             self.place(member)
+
+    def welcome(self, member: Member) -> None:
+        """Tell a member where it stands; a second time: what it said or heard before may be void."""
+        record = self.record
+        welcome = coordinator_pb2.Welcome(
+            sealed_fingerprint=record.sealed_fingerprint,
+            current=member.standing in (Standing.READY, Standing.APPLIED),
+            awaiting_origin=member.standing in (Standing.AWAITING, Standing.ORIGIN),
+            gather_max_wait=duration(self.policy.gather_max_wait_seconds),
+            min_participants=self.policy.min_participants,
+            inner_steps_per_phase=self.policy.inner_steps_per_phase,
+        )
+        if record.sealed != NO_VERSION:
+            welcome.sealed.CopyFrom(to_proto(record.sealed))
+        position = record.positions.get(member.worker_id)
+        if position is not None:
+            welcome.data_position = position.position
+            welcome.data_position_version.CopyFrom(to_proto(position.version))
+        self.tell(member, welcome)
 
     def forget_transfer(self, member: Member) -> None:
         """End a member's transfer and the rendezvous of its attempts."""

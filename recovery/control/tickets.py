@@ -213,6 +213,8 @@ class TicketDesk:
         for member in queue:
             if run.outlook and member.asked_for_checkpoint_at is not None:
                 continue  # its answer is waited for, not a donor
+            if run.beginning is not None and member.held != NO_VERSION:
+                continue  # it gets a ticket when the lineage has begun, and goes on as before if that comes to nothing
             found = self._match(member)
             if found.donors:
                 self._issue(member, found.donors)

@@ -79,6 +79,7 @@ class Process:
             layout_digest=bytes(32),
             donor_slots=2,
             undecided_epoch=self.epoch if self.mode == VOTED else 0,
+            last_epoch=self.epoch,
         )
         if self.held != NO_VERSION:
             hello.held.CopyFrom(to_proto(self.held))
@@ -262,6 +263,7 @@ class Process:
         else:
             self.average = b""
             self.turn_to(IDLE)
+            self.say(coordinator_pb2.RecoveryRequest(reason="behind"))
 
     def _apply(self, digest: bytes, version: Version) -> None:
         self.world.oracle.applied(self.name, self.epoch, version, digest, self.era)

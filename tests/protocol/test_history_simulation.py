@@ -14,8 +14,8 @@ import pytest
 
 from tests.protocol.simulate import BUGS, Result, simulate
 
-SCHEDULES_A_BATCH = 1500
-BATCHES = 8
+SCHEDULES_A_BATCH = 1000
+BATCHES = 12
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:

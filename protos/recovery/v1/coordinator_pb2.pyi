@@ -225,6 +225,7 @@ class Hello(_message.Message):
     UNDECIDED_EPOCH_FIELD_NUMBER: _builtins.int
     HOSTNAME_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """The protocol's version; this file describes 1."""
     run_id: _builtins.str
@@ -239,6 +240,10 @@ class Hello(_message.Message):
     """An epoch that the worker voted in and of which it does not know the outcome; zero: none."""
     hostname: _builtins.str
     process_id: _builtins.int
+    last_epoch: _builtins.int
+    """The newest epoch that the worker saw a roster of; zero: none. A coordinator that lost its history counts on from it:
+    a number never means two epochs.
+    """
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -270,10 +275,11 @@ class Hello(_message.Message):
         undecided_epoch: _builtins.int = ...,
         hostname: _builtins.str = ...,
         process_id: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "last_epoch", b"last_epoch", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
