@@ -393,7 +393,7 @@ def _write(
         return f"{target}/iter_{write_cosmos(Path(target), foreign):09d}.pt"
     if to is Layout.DCP:
         kept = {_KEPT: sorted(foreign.kept)} if foreign.kept else {}
-        write_dcp(Path(target), {**foreign.values, **kept})
+        write_dcp(Path(target), {**{str(name): value for name, value in foreign.values.items()}, **kept})
         return target
     if not run or not worker:
         raise BadConfiguration("converting to our layout needs --run and --worker: whose checkpoint shall it be?")
