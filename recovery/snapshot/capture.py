@@ -24,7 +24,7 @@ from recovery.snapshot.capture_records import Capture, Captured, Preparation, Re
 from recovery.snapshot.copy_jobs import CopyJob, CopyJobs
 from recovery.snapshot.device import SideStream
 from recovery.snapshot.frozen import copy_range, freeze
-from recovery.snapshot.outline import Outline, held, num_bytes, take_apart
+from recovery.snapshot.outline import Outline, bytes_in, held, take_apart
 from recovery.snapshot.rhythm import Rhythm, rhythm
 from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.stall import StallAccount, StallCause
@@ -33,9 +33,11 @@ from recovery.state.chunks import chunk_ranges
 from recovery.state.leaf import memory_key
 from recovery.state.live_part import LivePart
 from recovery.state.parts import WorkerState
-from recovery.types import Cut, PartName, Version
+from recovery.types import MIB, Cut, PartName, Version
 
 _ALIGNMENT_BYTES = 64
+_JOB_BYTES = 8 * MIB
+"""Large enough that taking the interpreter between two copies is rare, small enough that waiting for one is short."""
 
 
 class _BeginAgain(Exception):
@@ -122,7 +124,7 @@ class PrivateCapture:
 
     def size(self) -> int:
         """Return about how many bytes a capture takes now."""
-        return sum(_aligned(num_bytes(value)) for value in self._values().values())
+        return sum(_aligned(bytes_in(value)) for value in self._values().values())
 
     def step_ended(self, version: Version) -> None:
         """All inner optimizers have stepped; the loop still has to do what else belongs to the step."""
@@ -187,7 +189,7 @@ class PrivateCapture:
             values = {name: held(value) for name, value in self._values().items()}
             preparation = Preparation(values)
             self._preparation = preparation
-            if sum(map(num_bytes, values.values())) <= self._measure_in_step_bytes:
+            if sum(map(bytes_in, values.values())) <= self._measure_in_step_bytes:
                 self._reserve(preparation)
                 return
         self._copier.submit(lambda: self._guarded(lambda: self._reserve(preparation)))
@@ -247,7 +249,14 @@ class PrivateCapture:
             with self._side_stream.after_mark():
                 copy_range(part, offset, region[offset : offset + num_bytes])
 
-        ranges = chunk_ranges([spec.num_bytes for spec in part.specs])
+        ranges: list[tuple[int, int]] = []
+        for offset, num_bytes in chunk_ranges([spec.num_bytes for spec in part.specs]):
+            if ranges:
+                start, size = ranges[-1]
+                if size + num_bytes <= _JOB_BYTES and part.bytes.view(start, size + num_bytes) is not None:
+                    ranges[-1] = (start, size + num_bytes)
+                    continue
+            ranges.append((offset, num_bytes))
         return [functools.partial(copy, offset, num_bytes) for offset, num_bytes in ranges]
 
     def _copy_beside(self, capture: Capture) -> None:

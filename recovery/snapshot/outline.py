@@ -50,7 +50,7 @@ def held(value: object) -> object:
     return _held(value, {})
 
 
-def num_bytes(value: object) -> int:
+def bytes_in(value: object) -> int:
     """Return the bytes of the tensors and arrays in ``value``, tied ones counted each time."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recovery.snapshot.frozen import copy_range, freeze
-from recovery.snapshot.outline import Outline, held, num_bytes
+from recovery.snapshot.outline import Outline, bytes_in, held
 from recovery.state.compare import compare
 from recovery.state.extra_part import TreePart
 from recovery.state.live_part import LivePart, live_part
@@ -122,4 +122,4 @@ def test_an_outline_fits_what_differs_in_scalars_only(change: str) -> None:
         state["w"]["exp"].data = torch.ones(3)
     assert outline.fits(part.read()) is (change in ("none", "scalar"))
     assert outline.holds_same_tensors(part.read()) is (change in ("none", "scalar", "storage"))
-    assert num_bytes(content) == 16
+    assert bytes_in(content) == 16
