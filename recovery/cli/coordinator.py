@@ -65,6 +65,9 @@ def coordinator(
     gather_max_wait: Annotated[
         float, typer.Option(help="Seconds that a boundary waits for ready workers that have not arrived.")
     ] = 120.0,
+    gather_min_wait: Annotated[
+        float, typer.Option(help="Seconds that a boundary waits at least for each of them, however slow it seems.")
+    ] = 1.0,
     stall_after: Annotated[
         float, typer.Option(help="Seconds without an inner step after which a worker is not waited for.")
     ] = 60.0,
@@ -95,7 +98,7 @@ def coordinator(
         expected_workers=expected_workers,
         inner_steps_per_phase=inner_steps,
         gather_max_wait_seconds=gather_max_wait,
-        gather_min_wait_seconds=min(1.0, gather_max_wait),
+        gather_min_wait_seconds=min(gather_min_wait, gather_max_wait),
         stall_after_seconds=stall_after,
         on_all_gone=on_all_gone,
         save_every_steps=save_every,
