@@ -13,8 +13,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from protos.recovery.v1 import common_pb2, coordinator_pb2
+from protos.recovery.v1 import common_pb2, coordinator_pb2, operations_pb2
 from recovery.control.wire import from_proto, to_proto
+from recovery.errors import PeerUnreachable
 from recovery.events import WorkerStalled
 from recovery.types import NO_VERSION, Version
 from tests.unit.control.script import Script, failure, fingerprint_of
@@ -388,3 +389,43 @@ def test_no_message_of_a_worker_brings_the_machine_down(seed: int) -> None:
             script.wait(source.uniform(0.0, 3.0))
         script.machine.status(script.now)
     assert script.sealed >= version
+
+
+def test_epochs_are_counted_on_from_what_a_worker_remembers() -> None:
+    script = Script()
+    script.attach("a", last_epoch=41, undecided_epoch=42)
+    script.attach("liar", last_epoch=2**64 - 1)
+    script.wait(2.0)
+    script.applied("a", Version(1, 0))
+    script.arrive("a", at=Version(1, 0))
+    assert script.roster("a").epoch == 43
+
+
+def test_members_that_a_void_beginning_called_off_are_welcomed_again() -> None:
+    script = Script()
+    version = script.step("a", "b", "c", at=script.start("a", "b", "c"))
+    script.arrive("a", "b", at=version)
+    script.operate("r", operations_pb2.RollbackRequest(worker_id="c"))
+    script.heard("a")
+    script.detach("c")
+    script.wait(2.0)
+    assert isinstance(script.answers["r"][0], PeerUnreachable)
+    (welcome,) = script.heard_only("a", coordinator_pb2.Welcome)
+    assert isinstance(welcome, coordinator_pb2.Welcome)
+    assert welcome.current
+    assert script.step("a", "b", at=version) == version.next(), "the older history goes on"
+
+
+def test_a_restarted_coordinator_does_not_seal_on_the_word_of_the_first_that_comes_back() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "b", "c", epoch=epoch, at=version)
+    script.restart()
+    script.attach("c", version.next(), fingerprint=b"damaged".ljust(32))
+    assert script.sealed == version
+    script.attach("a", version.next())
+    script.attach("b", version.next())
+    assert script.machine.record.sealed_fingerprint == fingerprint_of(version.next())
+    assert script.ticket("c").reason == "diverged"
