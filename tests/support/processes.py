@@ -22,11 +22,18 @@ class ChildProcess:
     Args:
         arguments: After the interpreter: ``["-m", "module", ...]`` or ``["-c", code]``.
         environment: Added to this process's environment.
+        prefix: Before the interpreter: a command that becomes the one after it, such as ``ip netns exec NAME``.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", *arguments],
+            [*prefix, sys.executable, "-X", "faulthandler", *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             stdin=subprocess.PIPE,
