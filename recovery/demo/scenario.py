@@ -31,6 +31,7 @@ ORDER_SECONDS = 30.0
 """For an operator's order."""
 NUM_FLIPPED_TENSORS = 3
 GATHER_MIN_WAIT_SECONDS = 20.0
+"""How long a boundary waits at least for a worker that lives; a dead one is known at once."""
 CHECKPOINT_EVERY = 2
 """Outer steps between two checkpoints."""
 
