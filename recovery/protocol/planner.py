@@ -13,6 +13,7 @@ from recovery.types import KIB, MIB
 
 _PIECE_STEP_BYTES = 64 * KIB
 _UNKNOWN_RATE_PIECE_BYTES = 512 * KIB
+_NEAR_SECONDS = 0.005
 _MAX_PASSED_OVER = 64
 """Needs that one plan may pass over because their donors are busy: bounds a plan's cost for any size of state."""
 
@@ -115,11 +116,11 @@ class ChunkOrder:
 def choose_lanes(round_trip_seconds: float | None, *, bbr: bool) -> int:
     """Return how many sockets suit a path.
 
-    Near (under 2 ms, or unknown) one is enough: gloo serves all sockets of a group from one thread, and each further
+    Near (under 5 ms, or unknown) one is enough: gloo serves all sockets of a group from one thread, and each further
     one costs both ends processor time. Far away a socket that backs off at each loss carries little, so many share
     the path; one that models the path's rate needs company only for its ramp.
     """
-    if round_trip_seconds is None or round_trip_seconds < 0.002:
+    if round_trip_seconds is None or round_trip_seconds < _NEAR_SECONDS:
         return 1
     return 8 if bbr else MAX_LANES
 

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -41,9 +41,16 @@ class GroupHandle:
         size: Number of ranks.
     """
 
-    def __init__(self, group: ProcessGroupGloo, store: ControlStore, sockets: SocketSet, rank: int, size: int) -> None:
-        self._group: ProcessGroupGloo | None = group
-        self._store: ControlStore | None = store  # C++ calls back into it: it must live as long as the group
+    def __init__(
+        self,
+        groups: Sequence[ProcessGroupGloo],
+        stores: Sequence[ControlStore],
+        sockets: SocketSet,
+        rank: int,
+        size: int,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._stores = tuple(stores)  # C++ calls back into them: they must live as long as the groups
         self._lock = threading.Lock()
         self.sockets = sockets
         self.rank = rank
@@ -57,10 +64,18 @@ class GroupHandle:
         Raises:
             MisuseError: after ``close``.
         """
-        group = self._group
-        if group is None:
+        return self.lane_group(0)
+
+    def lane_group(self, lane: int) -> ProcessGroupGloo:
+        """Return the group of one lane; a group that was asked for without lanes is lane 0.
+
+        Raises:
+            MisuseError: after ``close``.
+        """
+        groups = self._groups
+        if not groups:
             raise MisuseError("the process group is closed")
-        return group
+        return groups[lane]
 
     @property
     def reason(self) -> str | None:
@@ -81,8 +96,8 @@ class GroupHandle:
         self.shut("closed")
         self.sockets.close()
         with self._lock:
-            self._group = None
-            self._store = None
+            self._groups = ()
+            self._stores = ()
 
 
 def open_group(
@@ -94,7 +109,7 @@ def open_group(
     host: str,
     timeout_seconds: float,
     operation_timeout_seconds: float | None = None,
-    devices: int = 1,
+    lanes: int = 1,
     cancelled: threading.Event | None = None,
 ) -> GroupHandle:
     """Build a gloo group of ``size`` ranks that meet through ``store`` and return a handle that can end it.
@@ -109,41 +124,57 @@ def open_group(
         host: Address or name of the interface that is bound and advertised to the other ranks.
         timeout_seconds: Longest wait for the other ranks, and to connect to them.
         operation_timeout_seconds: Default timeout of the group's operations; ``timeout_seconds`` if None.
-        devices: Sockets to each peer; a message's tag modulo this chooses the socket.
+        lanes: Number of equal groups, each with a socket of its own to each peer, on one listener.
         cancelled: Ends the wait for the others when set.
 
     Raises:
         PeerUnreachable: a rank did not come in time, cannot be connected to, or the wait was cancelled.
         BadConfiguration: ``host`` is not an address of this machine, or a size is out of range.
     """
-    if not 0 <= rank < size or not 1 <= devices <= MAX_LANES:
-        raise BadConfiguration(f"rank {rank} of {size} with {devices} sockets to each peer is not possible")
-    meeting = ControlStore(store, scope, timeout_seconds, cancelled)
+    if not 0 <= rank < size or not 1 <= lanes <= MAX_LANES:
+        raise BadConfiguration(f"rank {rank} of {size} with {lanes} sockets to each peer is not possible")
     device, listener = find_new_listener(lambda: _create_device(host))
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device] * devices
-    options._timeout = timedelta(seconds=operation_timeout_seconds or timeout_seconds)
-    options._threads = 2 if size > 2 else 1
-    store.set(scope, f"listener/{rank}", json.dumps(listener).encode())
+    meeting = ControlStore(store, scope, timeout_seconds, cancelled)
+    meeting.set(f"listener/{rank}", json.dumps(listener).encode())
     keys = [f"listener/{other}" for other in range(size)]
     meeting.wait(keys)
-    peers = [
-        _listener(scope, key, value) for key, value in zip(keys, store.get(scope, keys, timeout_seconds), strict=True)
-    ]
-    try:
-        group = ProcessGroupGloo(meeting, rank, size, options)
-    except RuntimeError as error:
+    peers = [_listener(scope, key, meeting.get(key)) for key in keys]
+    stores = [ControlStore(store, scope, timeout_seconds, cancelled, prefix=f"lane/{lane}/") for lane in range(lanes)]
+    groups: list[ProcessGroupGloo | None] = [None] * lanes
+    errors: list[Exception] = []
+
+    def connect(lane: int) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [device]
+        options._timeout = timedelta(seconds=operation_timeout_seconds or timeout_seconds)
+        options._threads = 2 if size > 2 else 1
+        try:
+            groups[lane] = ProcessGroupGloo(stores[lane], rank, size, options)
+        except (RuntimeError, PeerUnreachable) as error:
+            errors.append(error)
+
+    # Connecting takes several round trips to the store and to the peer, one after the other: all lanes at once.
+    threads = [threading.Thread(target=connect, args=(lane,), name=f"recovery-lane-{lane}") for lane in range(1, lanes)]
+    for thread in threads:
+        thread.start()
+    connect(0)
+    for thread in threads:
+        thread.join()
+    if errors:
+        error = errors[0]
+        if isinstance(error, PeerUnreachable):
+            raise error
         raise PeerUnreachable(
             f"the ranks of {scope!r} met but could not connect ({_first_line(error)}); both ends must accept "
             f"connections: this one listens at {endpoint_text(listener)}"
         ) from error
     sockets = SocketSet(listener, peers)
     logger.debug("group %s: rank %d of %d, %d sockets", scope, rank, size, len(sockets))
-    return GroupHandle(group, meeting, sockets, rank, size)
+    return GroupHandle([group for group in groups if group is not None], stores, sockets, rank, size)
 
 
 class GlooLink:
-    """One end of a link: a two-rank gloo group with ``lanes`` sockets. Made by ``open_gloo_link``."""
+    """One end of a link: a two-rank gloo group for each lane, on one listener. Made by ``open_gloo_link``."""
 
     def __init__(self, handle: GroupHandle, lanes: int) -> None:
         self._handle = handle
@@ -201,7 +232,7 @@ class GlooLink:
             transfer = GlooTransfer(self, self._number, data)
             self._posted[self._number] = transfer
         try:
-            transfer.work = start(self._handle.group)
+            transfer.work = start(self._handle.lane_group(lane))
         except RuntimeError as error:
             raise self.broken(error) from error
         return transfer
@@ -273,7 +304,7 @@ def open_gloo_link(
         PeerUnreachable: the other end did not come, cannot be connected to, or the sockets do not match.
     """
     handle = open_group(
-        store, scope, rank=rank, size=2, host=host, timeout_seconds=timeout_seconds, devices=lanes, cancelled=cancelled
+        store, scope, rank=rank, size=2, host=host, timeout_seconds=timeout_seconds, lanes=lanes, cancelled=cancelled
     )
     try:
         _compare_sockets(store, scope, handle, lanes, timeout_seconds, cancelled)
@@ -314,9 +345,7 @@ def _compare_sockets(
 ) -> None:
     mine = sorted(handle.sockets.pairs)
     store.set(scope, f"sockets/{handle.rank}", json.dumps(mine).encode())
-    far_key = f"sockets/{1 - handle.rank}"
-    ControlStore(store, scope, timeout_seconds, cancelled).wait([far_key])
-    value = store.get(scope, [far_key], timeout_seconds)[0]
+    value = ControlStore(store, scope, timeout_seconds, cancelled).get(f"sockets/{1 - handle.rank}")
     try:
         far = sorted((endpoint(tuple(remote)), endpoint(tuple(local))) for local, remote in json.loads(value))
     except (ValueError, TypeError) as error:

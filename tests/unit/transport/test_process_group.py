@@ -107,7 +107,7 @@ def test_groups_built_at_once_through_one_store_do_not_block_each_other() -> Non
 
     def open_one(index: int) -> None:
         handle = open_group(
-            store, f"scope/{index // 2}", rank=index % 2, size=2, host=HOST, timeout_seconds=60, devices=2
+            store, f"scope/{index // 2}", rank=index % 2, size=2, host=HOST, timeout_seconds=60, lanes=2
         )
         with lock:
             handles.append(handle)
@@ -149,10 +149,10 @@ def test_a_wait_for_the_others_is_cancelled() -> None:
     assert "cancelled" in str(raised[0])
 
 
-@pytest.mark.parametrize(("rank", "size", "devices"), [(2, 2, 1), (-1, 2, 1), (0, 2, 0), (0, 2, 65)])
-def test_impossible_groups_are_refused(rank: int, size: int, devices: int) -> None:
+@pytest.mark.parametrize(("rank", "size", "lanes"), [(2, 2, 1), (-1, 2, 1), (0, 2, 0), (0, 2, 65)])
+def test_impossible_groups_are_refused(rank: int, size: int, lanes: int) -> None:
     with pytest.raises(BadConfiguration):
-        open_group(MemoryStore(), "s", rank=rank, size=size, host=HOST, timeout_seconds=1, devices=devices)
+        open_group(MemoryStore(), "s", rank=rank, size=size, host=HOST, timeout_seconds=1, lanes=lanes)
 
 
 def test_an_address_of_another_machine_is_refused_by_name() -> None:
