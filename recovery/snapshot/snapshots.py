@@ -270,14 +270,14 @@ class Snapshots:
         snapshot = self._shelf.find(version)
         record = snapshot.take(holder)
         generation = record.generation
-        self._keeper.wake()
         try:
+            self._keeper.wake()
             if not snapshot.reserve():
                 record.until_boundary = True
                 if not snapshot.is_open:
                     raise DonorBusy(f"{version} was closed before memory for its lease was ready")
             manifest, manifest_bytes = snapshot.manifest(self._config.digest_timeout_seconds)
-        except RecoveryError as error:
+        except BaseException as error:
             snapshot.book.release(record, generation, str(error), grace=False)
             raise
         lease = Lease(snapshot, record, manifest, manifest_bytes)
