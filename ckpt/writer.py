@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from recovery.types import PartClass
 
 logger = logging.getLogger(__name__)
 
-_BUFFERS = 3
+_NUM_THREADS = 2
 _TRIES = 3
 """Reads of one piece of live memory: the guard closes a view at most once a boundary."""
 
@@ -228,20 +229,33 @@ def _stands_already(storage: Storage, record: CheckpointRecord) -> bool:
             local_rank=manifest.worker.local_rank,
             num_local_ranks=manifest.worker.num_local_ranks,
         ) as standing:
-            if standing.record.files != record.files or standing.manifest.cut != manifest.cut:
-                if not private:
-                    standing.verify()
-                    raise CheckpointFailed(
-                        f"{standing.url} holds a whole checkpoint of {manifest.cut.version} with another content, "
-                        f"saved by {standing.manifest.worker}: one of the two is not of this history"
-                    )
-                return False
-            if [part.tree for part in standing.manifest.parts] != [part.tree for part in manifest.parts]:
+            equal = _same_content(standing.record, record)
+            if private and not equal:
                 return False
             standing.verify()
+            if not equal:
+                raise CheckpointFailed(
+                    f"{standing.url} holds a whole checkpoint of {manifest.cut.version} with another content, "
+                    f"saved by {standing.manifest.worker}: one of the two is not of this history"
+                )
             return True
     except CheckpointRejected:
         return False  # nothing, or something torn: it is written anew
+
+
+def _same_content(standing: CheckpointRecord, record: CheckpointRecord) -> bool:
+    a, b = standing.manifest, record.manifest
+    if standing.scope is Scope.REPLICATED and a.fingerprint and b.fingerprint:
+        return a.fingerprint == b.fingerprint  # whatever the order in which two workers list equal values
+    return (
+        standing.files == record.files
+        and a.cut == b.cut
+        and [part.tree for part in a.parts] == [part.tree for part in b.parts]
+    )
+
+
+class _GivenUp(Exception):
+    """This file is not finished because another one failed."""
 
 
 class _Job:
@@ -252,40 +266,66 @@ class _Job:
         self._folder = folder
         self._share = share
         self._made: list[str] = []
-        self.written_bytes = 0
-        self.linked_bytes = 0
+        self._written: list[int] = []
+        self._linked: list[int] = []
 
     def write_files(self, files: Sequence[PartFile], previous: Sequence[Checkpoint]) -> None:
-        """Write or link every file; all are durable, but their names not yet."""
+        """Write or link every file; all are durable, but their names not yet.
+
+        Each file is read, hashed, written and synced by one thread, two files at a time: handing each chunk from
+        thread to thread would cost more than it gains wherever training keeps the cores busy.
+        """
         have = {file.content_digest: (found, file) for found in previous for file in found.record.files}
-        # One thread writes, in order, while this one reads and hashes; another waits for the disk.
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="ckpt-write") as writing,
-            ThreadPoolExecutor(2, thread_name_prefix="ckpt-commit") as committing,
-        ):
-            commits: list[Future[None]] = []
-            buffers = _Buffers()
-            for file, (source, index) in zip(files, self._share.parts, strict=True):
-                path = f"{self._folder}/{file.path}"
-                twin = have.get(file.content_digest)
-                if twin is not None and self._reuse(*twin, path):
-                    self.linked_bytes += file.num_bytes
-                    self._made.append(path)
-                    _acknowledge_all(source, index)
-                    continue
-                handle = self._storage.create(path)
-                self._made.append(path)
-                try:
-                    _PartWriting(handle, source, index).write(writing, buffers)
-                except BaseException:
-                    handle.abort()
-                    for future in commits:
-                        future.exception()  # only to have them ended: the first error is the one that counts
-                    raise
-                commits.append(committing.submit(_commit, handle))
-                self.written_bytes += file.num_bytes
-            for future in commits:
-                future.result()
+        stop = threading.Event()
+
+        def work(file: PartFile, source: PartSource, index: int) -> None:
+            if stop.is_set():
+                return
+            try:
+                self._write_file(file, source, index, have.get(file.content_digest), stop)
+            except BaseException:
+                stop.set()  # the save has failed: what the other thread still wrote would only be removed again
+                raise
+
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ckpt-write") as pool:
+            jobs = [pool.submit(work, file, *part) for file, part in zip(files, self._share.parts, strict=True)]
+            wait(jobs)
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, _GivenUp)):
+            raise error
+
+    def _write_file(
+        self,
+        file: PartFile,
+        source: PartSource,
+        index: int,
+        twin: tuple[Checkpoint, PartFile] | None,
+        stop: threading.Event,
+    ) -> None:
+        path = f"{self._folder}/{file.path}"
+        self._made.append(path)
+        if twin is not None and self._reuse(*twin, path):
+            self._linked.append(file.num_bytes)
+            for chunk in range(len(source.manifest.parts[index].chunks)):
+                source.acknowledge(index, chunk)
+            return
+        handle = self._storage.create(path)
+        try:
+            _PartWriting(handle, source, index).write(stop)
+            handle.commit()
+        finally:
+            handle.abort()
+        self._written.append(file.num_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        """In files that were written."""
+        return sum(self._written)
+
+    @property
+    def linked_bytes(self) -> int:
+        """In files that were linked."""
+        return sum(self._linked)
 
     def undo(self, marker: str) -> None:
         """Remove the files of this save: without a manifest they only fill the disk.
@@ -313,45 +353,6 @@ class _Job:
             return False
 
 
-def _commit(handle: Writable) -> None:
-    try:
-        handle.commit()
-    finally:
-        handle.abort()
-
-
-class _Buffers:
-    """A few chunks of memory that reading and writing take turns in."""
-
-    def __init__(self) -> None:
-        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(_BUFFERS)]
-        self._busy: list[Future[None] | None] = [None] * _BUFFERS
-        self._next = 0
-
-    def take(self) -> tuple[int, torch.Tensor]:
-        """Return a buffer whose last write has ended, raising that write's error."""
-        slot = self._next
-        self._next = (slot + 1) % _BUFFERS
-        pending, self._busy[slot] = self._busy[slot], None
-        if pending is not None:
-            pending.result()
-        return slot, self._buffers[slot]
-
-    def busy(self, slot: int, write: Future[None]) -> None:
-        """Remember that ``write`` still reads the buffer, or memory that was lent in its place."""
-        self._busy[slot] = write
-
-    def drain(self) -> None:
-        """Wait for every write, raising the first error."""
-        pending, self._busy = self._busy, [None] * _BUFFERS
-        # All of them first: after this the file is closed, and a write that still ran would hit whatever gets its
-        # descriptor next.
-        wait([write for write in pending if write is not None])
-        for write in pending:
-            if write is not None:
-                write.result()
-
-
 class _PartWriting:
     def __init__(self, handle: Writable, source: PartSource, index: int) -> None:
         self._handle = handle
@@ -362,25 +363,25 @@ class _PartWriting:
         self._plan: FilePlan = plan_file(self._spec)
         self._left = list(self._plan.pieces_of_chunk)
 
-    def write(self, writing: ThreadPoolExecutor, buffers: _Buffers) -> None:
-        try:
-            buffers.busy(buffers.take()[0], writing.submit(self._handle.write, memoryview(self._plan.header)))
-            for run in self._plan.runs:
-                slot, buffer = buffers.take()
-                if len(run.pieces) == 1:
-                    data = self._checked(run.pieces[0], buffer[: run.num_bytes])
-                else:
-                    start = 0
-                    for piece in run.pieces:
-                        into = buffer[start : start + piece.num_bytes]
-                        found = self._checked(piece, into)
-                        if found.data_ptr() != into.data_ptr():
-                            into.copy_(found)
-                        start += piece.num_bytes
-                    data = buffer[: run.num_bytes]
-                buffers.busy(slot, writing.submit(self._handle.write, data.numpy().data))
-        finally:
-            buffers.drain()
+    def write(self, stop: threading.Event) -> None:
+        """Append header and pieces, each piece after its digest was found right; end early if ``stop`` is set."""
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._handle.write(memoryview(self._plan.header))
+        for run in self._plan.runs:
+            if stop.is_set():
+                raise _GivenUp
+            if len(run.pieces) == 1:
+                data = self._checked(run.pieces[0], buffer[: run.num_bytes])
+            else:
+                data = buffer[: run.num_bytes]
+                start = 0
+                for piece in run.pieces:
+                    into = data[start : start + piece.num_bytes]
+                    found = self._checked(piece, into)
+                    if found.data_ptr() != into.data_ptr():
+                        into.copy_(found)
+                    start += piece.num_bytes
+            self._handle.write(data.numpy().data)
 
     def _checked(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
         """Return a piece's bytes after their digest was found right: lent ones if they stand still, else a copy."""
@@ -401,8 +402,3 @@ class _PartWriting:
             f"part {self._spec.name}, tensor {piece.path}: the memory differs from the snapshot's manifest; it was "
             "written round the guard, or is damaged. Nothing was saved"
         )
-
-
-def _acknowledge_all(source: PartSource, index: int) -> None:
-    for chunk in range(len(source.manifest.parts[index].chunks)):
-        source.acknowledge(index, chunk)
