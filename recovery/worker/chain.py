@@ -47,6 +47,8 @@ class Chain:
         self._peers = peers
         self._checkpoints = checkpoints
         self._from_disk: Restored | None = None
+        self._no_checkpoint = ""
+        """Why this worker could not offer one when it was asked last."""
 
     def recover(self, reason: str, *, ask: bool, from_worker: str = "") -> Recovered:
         """Do what the coordinator says until this worker holds the run's state.
@@ -172,15 +174,28 @@ class Chain:
             self._offer_checkpoint(from_proto(directive.resume_at) if directive.HasField("resume_at") else None)
             return None
         if not directive.expected:
-            raise SourcesExhausted(f"{context.worker}: {directive.reason}")
+            mine = f"; {self._no_checkpoint}" if self._no_checkpoint else ""
+            raise SourcesExhausted(f"{context.worker}: {directive.reason}{mine}")
         logger.info("%s: no donor yet: %s", context.worker, directive.reason)
         context.standing.waits_for(f"a donor: {directive.reason}")
         return None
 
     def _offer_checkpoint(self, at_most: Version | None) -> None:
-        """Restore the newest checkpoint that verifies, and tell the coordinator; it decides what that means."""
+        """Restore the newest checkpoint that verifies, and tell the coordinator; it decides what that means.
+
+        If there is none, that is told too: another worker may have one, or hold the state after all.
+        """
         context = self._context
-        self._from_disk = self._checkpoints.restore_newest(at_most)
+        try:
+            self._from_disk = self._checkpoints.restore_newest(at_most)
+        except SourcesExhausted as error:
+            self._no_checkpoint = str(error)
+            context.client.send(
+                pb.WorkerMessage(
+                    recovery_report=pb.RecoveryReport(source=pb.RECOVERY_SOURCE_DISK, failure=to_proto(error))
+                )
+            )
+            return
         fingerprint = self._stand_at(self._from_disk.version, ready=False)
         report = pb.RecoveryReport(
             version=to_proto(self._from_disk.version),

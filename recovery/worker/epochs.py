@@ -71,6 +71,9 @@ class Epochs:
                 return None
             self._last_epoch = found.epoch
             if self.rank_in(found) is not None:
+                # From here on every Hello asks for this epoch's outcome: a coordinator that restarts closes open
+                # epochs, and nobody else could free a member that waits for a frozen one.
+                context.standing.update(undecided_epoch=found.epoch)
                 self.pass_stage("rostered")
                 context.standing.waits_for(f"the members of epoch {found.epoch} to average")
                 return found

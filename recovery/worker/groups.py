@@ -49,7 +49,7 @@ class EpochGroups:
             return None
         handle = open_group(
             self._store(),
-            f"group/{roster.group_id}",
+            f"epoch/{roster.group_id}",
             rank=rank,
             size=len(roster.members),
             host=self._host,

@@ -9,7 +9,10 @@ Says what happens as JSON lines on standard output, obeys JSON lines on standard
   thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
   test knows where it was.
 
-Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``.
+- ``skew``: from this outer step on the worker's averages differ from everybody else's in one bit.
+
+Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``,
+``{"do": "halt", "plan": {...}}`` (a new halt, in place of the one before).
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recovery.errors import RecoveryError
 from recovery.events import Event
 from recovery.state import describe
 from recovery.types import Cut, NumericsId, RunId
 from recovery.worker import Agent, AgentConfig
+from recovery.worker.averaging import Averager, Collectives
 from tests.support.toy import Toy
 
 
@@ -53,7 +59,15 @@ class Halt:
         self._voice = voice
         self._plan = plan
         self._seen = 0
-        self.go_on = threading.Event()
+        self._go_on = threading.Event()
+
+    def arm(self, plan: dict[str, Any]) -> None:
+        """Take a new plan, in place of the one before."""
+        self._seen, self._plan = 0, plan
+
+    def release(self) -> None:
+        """Let the thread that stands still go on."""
+        self._go_on.set()
 
     def __call__(self, event: Event, /) -> None:
         name = type(event).__name__
@@ -67,8 +81,31 @@ class Halt:
         self._seen += 1
         if self._seen > int(plan.get("after", 0)):
             self._plan = None
+            self._go_on.clear()
             self._voice.say("halted", event=name, **fields)
-            self.go_on.wait()
+            self._go_on.wait()
+
+
+class SkewedAverager(Averager):
+    """Differs from everybody else in one bit, as a worker does whose memory or processor fails while it averages."""
+
+    def __init__(self, bucket_bytes: int, agent: Agent, since: int) -> None:
+        super().__init__(bucket_bytes)
+        self._agent = agent
+        self._since = since
+
+    def average(
+        self,
+        tensors: Sequence[Tensor],
+        weights: Sequence[float],
+        rank: int,
+        group: Collectives | None,
+        timeout: float,
+    ) -> list[Tensor]:
+        means = super().average(tensors, weights, rank, group, timeout)
+        if self._agent.version.outer_step >= self._since:
+            means[0].view(-1).view(torch.int32)[0].bitwise_xor_(1)
+        return means
 
 
 def parts_digest(agent: Agent, toy: Toy) -> dict[str, str]:
@@ -103,7 +140,9 @@ def main(plan: dict[str, Any]) -> int:
             for line in lines:
                 match json.loads(line):
                     case {"do": "go_on"}:
-                        halt.go_on.set()
+                        halt.release()
+                    case {"do": "halt", "plan": dict(armed)}:
+                        halt.arm(armed)
                     case {"do": "finish"}:
                         finish.set()
                     case {"do": "flip", "names": list(names)}:
@@ -113,6 +152,8 @@ def main(plan: dict[str, Any]) -> int:
 
     threading.Thread(target=listen, daemon=True).start()
     agent = Agent(toy.state, AgentConfig(**plan["agent"]), events=halt)
+    if "skew" in plan:
+        agent._averager = SkewedAverager(agent.config.bucket_bytes, agent, int(plan["skew"]))
     try:
         with agent:
             voice.say(

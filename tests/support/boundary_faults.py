@@ -1,0 +1,238 @@
+"""Faults at named places of a boundary: a run of real processes in which one of them is hit exactly there.
+
+Whoever is hit stands still at the place when it happens (``halt`` of ``tests.support.worker_process``), and every fault
+proves that it reached its victim before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from recovery.types import Address
+from tests.support.cut_proxy import CutProxy
+from tests.support.fleet import WAIT_SECONDS, Fleet, Worker
+
+PLACES = (
+    "arriving",
+    "arrived",
+    "rostered",
+    "averaging",
+    "averaged",
+    "voting",
+    "voted",
+    "decided",
+    "applying",
+    "applied",
+    "reporting",
+    "reported",
+)
+"""In the order of ``recovery.events.BoundaryStage``."""
+
+REPLICATED = ("outer_params", "outer_optimizer", "run_progress")
+
+INNER_STEPS = 20
+STEP_SECONDS = 0.05
+"""A phase of a second: several times what a transfer takes, or joiners would chase the others."""
+
+MORE_STEPS = 2
+"""Boundaries that the survivors commit while the victim is away, and everybody after it came back."""
+
+
+class Fault(enum.Enum):
+    """What happens to a process."""
+
+    KILL = "kill"
+    STOP = "stop"
+    """SIGSTOP, and SIGCONT once the others went on."""
+    CUT = "cut"
+    """Every byte to and from the coordinator vanishes, and nobody is told."""
+
+
+def step_of(version: str) -> int:
+    return int(version.split(".k")[1])
+
+
+def newest(worker: Worker) -> int:
+    """Return the newest outer step that the worker reached."""
+    return max((step_of(applied["version"]) for applied in commits(worker)), default=0)
+
+
+def commits(worker: Worker) -> list[dict[str, Any]]:
+    """Return the events of the commits that the worker applied; a state that it took from a peer is none."""
+    return [m for m in list(worker.heard) if m.get("event") == "BoundaryStage" and m["stage"] == "applied"]
+
+
+def wait_commit(worker: Worker, outer_step: int) -> None:
+    """Return once the worker applied a commit that created ``outer_step`` or a later one, and said what it holds."""
+    worker.wait(
+        lambda m: m.get("stage") == "applied" and step_of(m["version"]) >= outer_step, f"applied step {outer_step}"
+    )
+    worker.wait_boundary(outer_step)
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Return once something is so; fails the test if it never is."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    poll = threading.Event()
+    while not true():
+        assert time.monotonic() < deadline, f"never: {what}"
+        poll.wait(0.05)
+
+
+class Scene:
+    """A run of ``size`` workers, each behind a proxy of its own; use it as a context manager.
+
+    ``hit`` and ``heal`` deal with one victim at a time; the victim's name stays the same when its process is replaced.
+    """
+
+    def __init__(self, folder: Path, size: int, *, coordinator_options: tuple[str, ...] = ()) -> None:
+        self._folder = folder
+        self._size = size
+        self._stack = ExitStack()
+        self._fleet = Fleet(folder, *coordinator_options)
+        self._proxies: dict[str, CutProxy] = {}
+        self._starts = 0
+        self.workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> Self:
+        with self._stack as stack:
+            stack.enter_context(self._fleet)
+            target = Address.parse(self._fleet.address)
+            for name in (f"w{number}" for number in range(self._size)):
+                self._proxies[name] = stack.enter_context(CutProxy(target))
+                self._start(name)
+            for worker in self.workers.values():
+                wait_commit(worker, 1)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self, name: str) -> Worker:
+        self._starts += 1
+        agent: dict[str, Any] = {"coordinator": str(self._proxies[name].address), "inner_steps_per_phase": INNER_STEPS}
+        worker = self._fleet.worker(name, seed=self._starts, agent=agent, step_seconds=STEP_SECONDS)
+        self.workers[name] = worker
+        return worker
+
+    def others(self, name: str) -> list[Worker]:
+        return [worker for other, worker in self.workers.items() if other != name]
+
+    def stand_at(self, name: str, place: str) -> Worker:
+        """Return the worker once it stands still at a place of its next boundary."""
+        worker = self.workers[name]
+        since = len(worker.heard)
+        worker.command(do="halt", plan={"event": "BoundaryStage", "when": {"stage": place}})
+        halted = worker.wait_said("halted", since=since)
+        assert halted["stage"] == place
+        return worker
+
+    # A worker is hit
+
+    def hit(self, name: str, place: str, fault: Fault) -> None:
+        """Let a fault meet the worker at a place; returns when it is certain that it did."""
+        worker = self.stand_at(name, place)
+        match fault:
+            case Fault.KILL:
+                assert worker.process.poll() is None
+                worker.signal(signal.SIGKILL)
+                assert worker.end() == -signal.SIGKILL
+            case Fault.STOP:
+                worker.signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED | os.WNOWAIT)
+            case Fault.CUT:
+                proxy = self._proxies[name]
+                proxy.cut()
+                worker.command(do="go_on")
+                until(lambda: proxy.swallowed > 0, f"{name} felt that it is cut off")
+
+    def heal(self, name: str, fault: Fault) -> None:
+        """End the fault: another process of the same name, or the same one goes on."""
+        worker = self.workers[name]
+        match fault:
+            case Fault.KILL:
+                self._start(name)
+            case Fault.STOP:
+                worker.command(do="go_on")
+                worker.signal(signal.SIGCONT)
+            case Fault.CUT:
+                self._proxies[name].mend()
+
+    def worker_case(self, name: str, place: str, fault: Fault) -> None:
+        """Hit one worker at a place: the others go on without it, it comes back, and everybody holds the same."""
+        reached = max(newest(worker) for worker in self.workers.values())
+        self.hit(name, place, fault)
+        for worker in self.others(name):
+            wait_commit(worker, reached + MORE_STEPS)
+        self.heal(name, fault)
+        self.all_go_on()
+
+    # The coordinator is hit
+
+    def coordinator_case(self, name: str, place: str, fault: Fault) -> None:
+        """Hit the coordinator while one worker stands at a place; it comes back, and everybody goes on."""
+        worker = self.stand_at(name, place)
+        noticed = {each.name: self._losses(each) for each in self.workers.values()}
+        coordinator = self._fleet.coordinator
+        assert coordinator is not None
+        assert coordinator.poll() is None
+        match fault:
+            case Fault.KILL:
+                self._fleet.stop_coordinator(signal.SIGKILL)
+                assert coordinator.returncode == -signal.SIGKILL
+            case Fault.STOP:
+                coordinator.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, coordinator.pid, os.WSTOPPED | os.WNOWAIT)
+            case Fault.CUT:
+                for proxy in self._proxies.values():
+                    proxy.cut()
+        worker.command(do="go_on")
+        for each in self.workers.values():
+            until(lambda each=each: self._losses(each) > noticed[each.name], f"{each.name} lost the coordinator")
+        match fault:
+            case Fault.KILL:
+                self._fleet.start_coordinator()
+            case Fault.STOP:
+                coordinator.send_signal(signal.SIGCONT)
+            case Fault.CUT:
+                for proxy in self._proxies.values():
+                    proxy.mend()
+        self.all_go_on()
+
+    @staticmethod
+    def _losses(worker: Worker) -> int:
+        return sum("lost the coordinator" in line for line in worker.stderr)
+
+    # What must hold
+
+    def all_go_on(self) -> None:
+        """Return once every worker committed more, and held what the others held at every version that they share."""
+        reached = max(newest(worker) for worker in self.workers.values())
+        for worker in self.workers.values():
+            wait_commit(worker, reached + MORE_STEPS)
+        self.assert_one_history()
+
+    def assert_one_history(self) -> None:
+        """Everything that any process, dead or alive, ever held at a version is the same; there is one lineage."""
+        held: dict[str, tuple[str, dict[str, str]]] = {}
+        for worker in self._fleet.workers:
+            for version, parts in worker.boundaries().items():
+                first, expected = held.setdefault(version, (worker.name, parts))
+                differing = [part for part in REPLICATED if parts[part] != expected[part]]
+                assert not differing, f"{differing} of {version} differ between {first} and {worker.name}"
+        with self._fleet.operator() as operator:
+            listed = operator.list()
+        assert [entry.lineage for entry in listed.lineages] == [1]
+        assert not listed.paused
