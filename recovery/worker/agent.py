@@ -198,8 +198,8 @@ class Agent:
         """
         context = self._context
         local = context.state.local_progress
-        context.snapshots.inner_boundary()
         while True:
+            context.snapshots.inner_boundary()
             self._obey_orders()
             if context.standing.read().poisoned:
                 raise WorkerPoisoned(f"{self.worker}: the state in memory was not verified: recover again or stop")
