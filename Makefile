@@ -4,6 +4,8 @@ PYTHON ?= python3
 #   make test TORCH_INDEX="--index-url https://example.org/whl/cpu"
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# Options of the demo; the loss curves land in the named folder.
+DEMO ?= --out demo-out
 
 VENV := .venv
 PY := $(VENV)/bin/python
