@@ -14,11 +14,11 @@ PROTOS := $(wildcard protos/recovery/v1/*.proto)
 
 .PHONY: demo test lint protos protos-check chaos storm bench clean
 
-$(READY): pyproject.toml Makefile
+$(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) "$(TORCH)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]" "$(TORCH)"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" "$(TORCH)"
 	@touch $@
 
 demo: $(READY)  ## the main job: a DiLoCo run with joins, kills, bit flips, a resync and a resume from disk
