@@ -17,7 +17,7 @@ from recovery.control.boundary_vote import Ending, EpochState, Tally, tally
 from recovery.control.gathering import GatherDesk
 from recovery.control.membership import Member, Standing, may_apply
 from recovery.control.record import ABORTED, COMMITTED, EpochClosed, Voter
-from recovery.control.run_state import RunState, outcome_of
+from recovery.control.run_state import AUTHORITIES, RunState, outcome_of
 from recovery.control.sealing import SealDesk
 from recovery.control.wire import from_proto
 from recovery.events import EpochEnded
@@ -89,7 +89,13 @@ class BoundaryDesk:
 
     def _advance_epoch(self, epoch: EpochState) -> None:
         run = self._run
-        live = {voter for voter in epoch.members if run.process(voter) is not None}
+        live = set()
+        for voter in epoch.members:
+            member = run.process(voter)
+            if member is not None and member.standing not in AUTHORITIES:
+                epoch.withdrawn.add(voter)
+            elif member is not None and voter not in epoch.withdrawn:
+                live.add(voter)
         result = tally(epoch.members, live, epoch.votes, run.policy.min_participants)
         due = epoch.issued_at + run.policy.max_epoch_seconds
         match result.ending:
@@ -112,12 +118,13 @@ class BoundaryDesk:
         run = self._run
         created = epoch.version.next()
         reason = f"{len(result.voters)} equal votes"
-        run.persist(EpochClosed(epoch.epoch, COMMITTED, created, result.digest, result.voters, reason))
+        voters = tuple(voter for voter in result.voters if voter not in epoch.withdrawn)
+        run.persist(EpochClosed(epoch.epoch, COMMITTED, created, result.digest, voters, reason))
         run.epoch, run.gather, run.committed_at = None, None, run.now
         self._tie_at = NO_VERSION
         self._run.blames.clear()
         for member in list(run.live()):
-            if member.voter in result.voters:
+            if member.voter in voters:
                 member.stand(Standing.APPLYING, run.now)
                 outcome = outcome_of(epoch.epoch, coordinator_pb2.VERDICT_COMMITTED, created, result.digest, reason)
                 run.tell(member, outcome)
@@ -138,7 +145,9 @@ class BoundaryDesk:
             return
         run.persist(EpochClosed(epoch.epoch, ABORTED, NO_VERSION, b"", (), reason))
         run.epoch = None
-        self._run.drop_group()
+        if run.gather is not None:
+            run.gather.opened_at = run.now  # who withdrew may have arrived already: the others get their time
+        run.drop_group()
         verdict = coordinator_pb2.VERDICT_PAUSED if paused else coordinator_pb2.VERDICT_ABORTED
         for voter in epoch.members:
             member = run.process(voter)

@@ -27,7 +27,8 @@ class GatherDesk:
         """A member stands at a boundary."""
         run, version = self._run, from_proto(message.version)
         epoch = run.epoch
-        if epoch is not None and member.voter in epoch.members and version == epoch.version:
+        at_work = epoch is not None and member.voter in epoch.members and member.voter not in epoch.withdrawn
+        if epoch is not None and at_work and version == epoch.version:
             if member.voter not in epoch.votes:  # it lost the roster with a connection, or says it twice
                 run.tell(member, coordinator_pb2.Roster.FromString(epoch.roster))
             return

@@ -15,7 +15,8 @@ import pytest
 from tests.protocol.simulate import BUGS, Result, simulate
 
 SCHEDULES_A_BATCH = 1000
-BATCHES = 12
+BATCHES = 6
+STORM_BATCHES = 50
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:
@@ -24,7 +25,10 @@ def test_the_same_seed_is_the_same_schedule() -> None:
     assert first.num_commits > 0
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch",
+    [*range(BATCHES), *(pytest.param(b, marks=pytest.mark.storm) for b in range(BATCHES, BATCHES + STORM_BATCHES))],
+)
 def test_every_invariant_holds_in_every_schedule(batch: int) -> None:
     seeds = range(batch * SCHEDULES_A_BATCH, (batch + 1) * SCHEDULES_A_BATCH)
     context = multiprocessing.get_context("spawn")

@@ -429,3 +429,36 @@ def test_a_restarted_coordinator_does_not_seal_on_the_word_of_the_first_that_com
     script.attach("b", version.next())
     assert script.machine.record.sealed_fingerprint == fingerprint_of(version.next())
     assert script.ticket("c").reason == "diverged"
+
+
+def test_a_voter_whose_state_is_replaced_meanwhile_is_not_counted_on_to_apply() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.arrive("a", "b", "c", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("a", "c", epoch=epoch, at=version)
+    script.detach("c")
+    script.attach("c", version, fingerprint=b"damaged".ljust(32), undecided_epoch=epoch)
+    script.received("c", script.ticket("c"))
+    script.arrive("c", at=version)
+    script.vote("b", epoch=epoch, at=version)
+    assert script.durable.epochs[epoch].voters == (("a", "i1"), ("b", "i1"))
+    script.applied("a", version.next())
+    script.applied("b", version.next())
+    assert script.ticket("c").reason == "behind"
+
+
+def test_an_arrival_during_an_epoch_that_the_member_withdrew_from_is_kept() -> None:
+    script = Script(max_epoch_seconds=30.0)
+    version = script.start("a", "b")
+    script.arrive("a", "b", at=version)
+    epoch = script.roster("a").epoch
+    script.vote("b", epoch=epoch, at=version)
+    script.say("b", coordinator_pb2.RecoveryRequest(reason="resync"))
+    script.received("b", script.ticket("b"))
+    script.arrive("b", at=version)
+    script.wait(30.0)
+    assert script.outcome("a").verdict == coordinator_pb2.VERDICT_ABORTED
+    assert not script.heard_only("b", coordinator_pb2.Roster), "the other is given its time"
+    script.arrive("a", at=version)
+    assert len(script.roster("b").members) == 2
