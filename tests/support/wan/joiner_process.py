@@ -1,7 +1,7 @@
 """A joiner's process: each line of its standard input orders an attempt, whose result is printed as JSON.
 
-What was verified stays in memory from attempt to attempt. ``mark <fraction>`` is printed when so large a part of the
-bytes is verified.
+What was verified stays in memory from attempt to attempt, unless an order says ``fresh``. ``mark <fraction>`` is
+printed when so large a part of the bytes is verified.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Joiner:
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self._plan = plan
-        self._state = outer_state(plan["state_bytes"], plan.get("seed", 1), fill=False)
-        self._ledger = MarkingLedger(plan["state_bytes"] // 8 * 8)
+        self._state_bytes = 0
+        self._state: dict[str, dict[str, torch.Tensor]] = {}
+        self._ledger = MarkingLedger(0)
         where = Address.parse(plan["coordinator"])
         self._store = RendezvousKeyValue(open_channel(where, SECURITY, what="the coordinator"), str(where))
         self._links: list[GlooLink] = []
@@ -64,6 +65,10 @@ class Joiner:
 
     def attempt(self, order: Mapping[str, Any]) -> dict[str, object]:
         """Run one attempt and return its result."""
+        if order["fresh"] or not self._state:
+            self._state_bytes = order["state_bytes"]
+            self._state = outer_state(self._state_bytes, self._plan.get("seed", 1), fill=False)
+            self._ledger = MarkingLedger(self._state_bytes)
         self._ledger.marks = list(order["marks"])
         self._links.clear()
         config = dict(order["config"])
@@ -151,7 +156,7 @@ class Joiner:
         return link
 
     def _is_equal(self) -> bool:
-        wanted = outer_state(self._plan["state_bytes"], self._plan.get("seed", 1))
+        wanted = outer_state(self._state_bytes, self._plan.get("seed", 1))
         return all(
             torch.equal(found, wanted[part][name])
             for part, tensors in self._state.items()

@@ -47,6 +47,7 @@ class DonorProcess:
 
     def __init__(self, wan: Wan, host: str, coordinator: str, options: Mapping[str, Any]) -> None:
         self.host = host
+        self.state_bytes: int = options["state_bytes"]
         plan = {"name": host, "host": wan.address(host), "coordinator": coordinator, **options}
         self.child = ChildProcess(["-m", "tests.support.wan.donor_process", json.dumps(plan)], prefix=wan.prefix(host))
         self.address = ""
@@ -72,7 +73,7 @@ class DonorProcess:
 
 
 class JoinerProcess:
-    """A joiner in a host; keeps destinations and ledger over its attempts."""
+    """A joiner in a host; keeps destinations and ledger over its attempts unless told to begin afresh."""
 
     def __init__(self, wan: Wan, host: str, coordinator: str, options: Mapping[str, Any]) -> None:
         plan = {"name": host, "host": wan.address(host), "coordinator": coordinator, **options}
@@ -88,8 +89,17 @@ class JoinerProcess:
             self._is_ready = True
         return self
 
-    def begin(self, donors: list[DonorProcess], *, marks: tuple[float, ...] = (), **config: Any) -> None:
-        """Start an attempt; ``marks`` are fractions of the bytes that ``reached`` can wait for."""
+    def begin(
+        self, donors: list[DonorProcess], *, marks: tuple[float, ...] = (), fresh: bool = True, **config: Any
+    ) -> None:
+        """Start an attempt.
+
+        Args:
+            donors: Whom the ticket names.
+            marks: Fractions of the bytes that ``reached`` can wait for.
+            fresh: Forget what earlier attempts brought.
+            config: Fields of ``JoinerConfig``; ``planner`` as a mapping.
+        """
         self._number += 1
         self._marks = sorted(marks)
         order = {
@@ -97,6 +107,8 @@ class JoinerProcess:
             "fingerprint": donors[0].ready().fingerprint,
             "donors": [{"name": donor.host, "address": donor.ready().address} for donor in donors],
             "marks": self._marks,
+            "fresh": fresh,
+            "state_bytes": donors[0].state_bytes,
             "config": config,
         }
         self.child.tell(json.dumps(order))
@@ -118,13 +130,11 @@ class Site:
     Args:
         wan: Has the host ``hub``, where the coordinator runs.
         folder: For the coordinator's history.
-        state_bytes: Size of the donors' state.
     """
 
-    def __init__(self, wan: Wan, folder: Path, state_bytes: int) -> None:
+    def __init__(self, wan: Wan, folder: Path) -> None:
         self.wan = wan
         self._folder = folder
-        self._state_bytes = state_bytes
         self._children: list[ChildProcess] = []
         self.coordinator = f"{wan.address('hub')}:{_PORT}"
 
@@ -143,15 +153,15 @@ class Site:
         child.line("coordinator of run", _START_SECONDS)
         return self
 
-    def donor(self, host: str, **options: Any) -> DonorProcess:
-        """Start a donor; ``ready`` waits for it."""
-        donor = DonorProcess(self.wan, host, self.coordinator, {"state_bytes": self._state_bytes, **options})
+    def donor(self, host: str, state_bytes: int, **options: Any) -> DonorProcess:
+        """Start a donor of a state of this size; ``ready`` waits for it."""
+        donor = DonorProcess(self.wan, host, self.coordinator, {"state_bytes": state_bytes, **options})
         self._children.append(donor.child)
         return donor
 
     def joiner(self, host: str, **options: Any) -> JoinerProcess:
         """Start a joiner; ``ready`` waits for it."""
-        joiner = JoinerProcess(self.wan, host, self.coordinator, {"state_bytes": self._state_bytes, **options})
+        joiner = JoinerProcess(self.wan, host, self.coordinator, options)
         self._children.append(joiner.child)
         return joiner
 
