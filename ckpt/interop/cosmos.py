@@ -83,6 +83,7 @@ def read_cosmos(
     iteration: int | None = None,
     mp_rank: int | None = None,
     parameter_names: Sequence[str] | None = None,
+    epoch_from_iteration: bool = False,
     allow_pickle: bool = False,
 ) -> Foreign:
     """Return one iteration as parts.
@@ -93,6 +94,7 @@ def read_cosmos(
         mp_rank: The model-parallel rank, where there are any.
         parameter_names: The optimizer's parameters in its order; needed where the model has buffers and the optimizer
             is keyed by index.
+        epoch_from_iteration: Set the scheduler's ``last_epoch`` to the iteration, as Cosmos does after a load.
         allow_pickle: Unpickle what ``weights_only`` refuses. Only for one's own files.
 
     Raises:
@@ -127,8 +129,9 @@ def read_cosmos(
     run = extra.get(RUN_PROGRESS)
     values[RUN_PROGRESS] = run if isinstance(run, dict) else {"outer_step": chosen, "tokens": 0}
     values[INNER_OPTIMIZER] = optimizer
-    values[SCHEDULER] = scheduler_part(states["scheduler"])
     step = number(trainer.get("iteration", chosen), "the trainer's iteration")
+    scheduler = {**states["scheduler"], "last_epoch": step} if epoch_from_iteration else states["scheduler"]
+    values[SCHEDULER] = scheduler_part(scheduler)
     local = extra.get(LOCAL_PROGRESS)
     values[LOCAL_PROGRESS] = local if isinstance(local, dict) else {"inner_step": step, "tokens": 0}
     if buffers:

@@ -22,7 +22,7 @@ from ckpt.reader import open_checkpoint
 from ckpt.remote import DownloadCache, Uploader, UploaderConfig
 from ckpt.retention import Retention, RetentionPolicy
 from ckpt.source import CheckpointSource
-from ckpt.storage import Storage, StorageError, Writable
+from ckpt.storage import Readable, Storage, StorageError, Writable
 from ckpt.transfer import copy_step
 from ckpt.writer import write_checkpoint
 from recovery.clock import ManualClock
@@ -393,6 +393,35 @@ def test_a_download_cache_is_verified_and_shared(tmp_path: Path, remote: FsspecS
     assert [step.version.outer_step for step in Catalog(local, RUN).steps()] == [3]
     with pytest.raises(BadConfiguration, match="does not exist"):
         cache.fetch(remote, Version(1, 9), run_id=RUN)
+
+
+def test_several_processes_of_a_machine_download_once(tmp_path: Path) -> None:
+    """The first fills the cache, the others read it: a broadcast through the file system."""
+
+    class Counting(FsspecStorage):
+        opened: list[str]
+
+        def open(self, path: str) -> Readable:
+            self.opened.append(path)
+            return super().open(path)
+
+    remote = Counting("memory://several/root", clock=ManualClock())
+    remote.opened = []
+    write_checkpoint(remote, [source(1)])
+    remote.opened.clear()
+    found: list[LocalStorage] = []
+
+    def fetch() -> None:
+        found.append(DownloadCache(tmp_path / "cache").fetch(remote, Version(1, 1), run_id=RUN))
+
+    threads = [threading.Thread(target=fetch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert len(found) == 4
+    data = [path for path in remote.opened if path.endswith(".safetensors")]
+    assert sorted(data) == sorted(set(data))
 
 
 def test_stale_listings_do_not_mislead(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from ckpt.catalog import Catalog, StepState
 from ckpt.local import LocalStorage
 from ckpt.reader import open_checkpoint
+from ckpt.record import seal, unseal
 from ckpt.source import CheckpointSource
 from ckpt.writer import write_checkpoint
+from protos.recovery.v1 import checkpoint_pb2 as pb
 from recovery.errors import CheckpointRejected
 from recovery.events import CheckpointSkipped, Recorder
 from recovery.types import Incarnation, RunId, Version, WorkerId, WorkerRef
@@ -255,3 +257,31 @@ def test_a_restore_takes_the_next_source_whatever_is_wrong_with_the_newest(tmp_p
 
 def test_values_of_the_two_scopes_are_kept_apart() -> None:
     assert not set(replicated_values(1)) & set(private_values(1))
+
+
+def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None:
+    """pytorch/pytorch#133923: a newer version's files failed in the middle of a load, without a word about versions."""
+    root = storage(tmp_path)
+    write_checkpoint(root, [source(1)])
+    path = root.root / "step_1_1" / "manifest.pb"
+    message = pb.Checkpoint()
+    message.ParseFromString(unseal("Checkpoint", path.read_bytes(), "here"))
+    message.format, message.torch_version, message.package_version = 2, "9.9", "8.8"
+    path.write_bytes(seal("Checkpoint", message))
+    with pytest.raises(CheckpointRejected, match=r"format 2, this version reads 1; .* package 8\.8 with torch 9\.9"):
+        open_checkpoint(root, Version(1, 1))
+
+
+def test_a_file_list_that_does_not_follow_from_the_manifest_is_refused(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    write_checkpoint(root, [source(1)])
+    path = root.root / "step_1_1" / "manifest.pb"
+    for forged in ("/etc/passwd", "../../elsewhere.safetensors", "replicated/run_progress.safetensors"):
+        message = pb.Checkpoint()
+        message.ParseFromString(unseal("Checkpoint", path.read_bytes(), "here"))
+        message.files[0].path = forged
+        keep = path.read_bytes()
+        path.write_bytes(seal("Checkpoint", message))
+        with pytest.raises(CheckpointRejected, match="does not follow"):
+            open_checkpoint(root, Version(1, 1))
+        path.write_bytes(keep)

@@ -184,6 +184,16 @@ def test_cosmos_loads_bit_exactly(tmp_path: Path) -> None:
     assert same(fresh.inner_optimizer.state_dict()["state"], worker.inner_optimizer.state_dict()["state"])
 
 
+def test_cosmos_sets_the_schedulers_epoch_where_asked(tmp_path: Path) -> None:
+    worker = Worker(1).train(2)
+    golden_cosmos(tmp_path / "c", worker)
+    foreign = read_cosmos(tmp_path / "c", parameter_names=names_of(worker), epoch_from_iteration=True)
+    fresh = Worker(2)
+    apply(fresh, foreign, leave=("trainer",))
+    assert fresh.scheduler.last_epoch == 1000
+    assert foreign.outer_step == 1000
+
+
 def test_cosmos_there_and_back(tmp_path: Path) -> None:
     worker = Worker(1).train(2)
     golden_cosmos(tmp_path / "c", worker)

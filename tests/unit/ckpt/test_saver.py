@@ -358,3 +358,10 @@ def test_close_names_a_save_that_does_not_end(tmp_path: Path) -> None:
     lease.go.set()
     assert ticket is not None
     assert ticket.wait(WAIT)
+
+
+def test_a_save_is_logged_with_its_ranks_and_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="ckpt.saver"), saver(storage(tmp_path)) as saving:
+        saving.save([Held(1)])
+    assert "w0 (rank 0 of 1): saved" in caplog.text
+    assert " s" in caplog.text

@@ -249,3 +249,12 @@ def test_latest_is_only_a_hint(tmp_path: Path) -> None:
     for text in ("step_1_1\n", "step_9_9", "nonsense", ""):
         (root.root / "latest").write_text(text)
         assert source_for(root, W0).restore(Worker(2).state).version == Version(1, 2)
+
+
+def test_a_load_is_logged_with_its_ranks_and_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = storage(tmp_path)
+    Worker(1).train(2).save(root)
+    with caplog.at_level("INFO", logger="ckpt.source"):
+        source_for(root, W0).restore(Worker(2).state)
+    assert "w0 (rank 0 of 1): restored" in caplog.text
+    assert "with private parts of w0" in caplog.text
