@@ -52,7 +52,7 @@ from recovery.protocol.donor_io import (
 from recovery.protocol.letters import PROTOCOL, failure_message
 from recovery.protocol.manifest_pieces import cut_manifest
 from recovery.protocol.planner import ChunkKey, choose_lanes
-from recovery.protocol.ports import OUTER, Role
+from recovery.protocol.ports import JOURNAL, OUTER, PRIVATE, SCALARS, Role
 from recovery.state.manifest import Manifest
 from recovery.transport.link import MAX_LANES, lane_tag
 from recovery.types import Version
@@ -107,6 +107,7 @@ class DonorMachine:
         self._scope = scope
         self._phase = _Phase.AWAITING_OPEN
         self._version = Version(0, 0)
+        self._first = OUTER
         self._lanes = 0
         self._manifests: dict[Role, Manifest] = {}
         self._chunk_ends: dict[tuple[Role, int], list[int]] = {}
@@ -141,7 +142,7 @@ class DonorMachine:
             case Lent():
                 return self._lent(event)
             case NotLent(role, error):
-                if role == OUTER:
+                if role == self._first:
                     return self._refuse(error)
                 return self._end(error)
             case LinkOpened():
@@ -201,7 +202,7 @@ class DonorMachine:
             case "cancel":
                 pull_ids = frozenset(letter.cancel.pull_ids)
                 return [CancelSends(pull_ids)]
-            case "want_private" if self._phase is _Phase.SERVING and not self._capturing:
+            case "want_private" if self._phase is _Phase.SERVING and self._first == OUTER and not self._capturing:
                 self._capturing = True
                 wanted = letter.want_private.not_before
                 return [Capture(max(self._version, Version(wanted.lineage, wanted.outer_step)))]
@@ -214,16 +215,19 @@ class DonorMachine:
         self._phase = _Phase.ADMITTING
         self.joiner = letter.joiner.worker_id
         self._version = Version(letter.version.lineage, letter.version.outer_step)
+        self._first = letter.lends or OUTER
+        if self._first not in (OUTER, PRIVATE, JOURNAL, SCALARS):
+            raise DonorRefused(f"{self.joiner} asks for manifest role {self._first}, which this donor does not know")
         wished = letter.lanes or choose_lanes(None, bbr=False)
         self._lanes = max(1, min(wished, self._config.max_lanes))
-        return [Admit(letter, self._version)]
+        return [Admit(letter, self._version, self._first)]
 
     def _lent(self, lent: Lent) -> list[DonorAction]:
         self._manifests[lent.role] = lent.manifest
         for index, part in enumerate(lent.manifest.parts):
             self._chunk_ends[lent.role, index] = [chunk.offset + chunk.num_bytes for chunk in part.chunks]
         actions: list[DonorAction] = []
-        if lent.role == OUTER:
+        if lent.role == self._first:
             self._phase = _Phase.SERVING
             opened = peer_pb2.Opened(
                 lanes=self._lanes,

@@ -21,7 +21,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A lease was taken: the outer one after ``Admit``, the private one after ``Capture``."""
+    """A lease was taken: of what is lent first after ``Admit``, of the private parts after ``Capture``."""
 
     role: Role
     manifest: Manifest
@@ -114,10 +114,11 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Decide whether the joiner is served and take the outer lease; report ``Lent`` or ``NotLent``."""
+    """Decide whether the joiner is served and take a lease of ``role``; report ``Lent`` or ``NotLent``."""
 
     open: Open
     version: Version
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from protos.recovery.v1 import peer_pb2
 from recovery.clock import Clock, SystemClock
 from recovery.errors import DonorLost, DonorRefused, MisuseError, RecoveryError
 from recovery.protocol.donor import DonorConfig, DonorMachine
@@ -38,7 +39,16 @@ from recovery.protocol.donor_io import (
     Unreadable,
     ViewsClosed,
 )
-from recovery.protocol.ports import OUTER, PRIVATE, DonorConversation, Role, SnapshotSource, SourceLease
+from recovery.protocol.ports import (
+    JOURNAL,
+    OUTER,
+    PRIVATE,
+    SCALARS,
+    DonorConversation,
+    Role,
+    SnapshotSource,
+    SourceLease,
+)
 from recovery.protocol.ports import Admit as AdmitPort
 from recovery.protocol.ports import OpenLink as OpenLinkPort
 from recovery.protocol.rate import RateLimiter
@@ -69,7 +79,7 @@ class _LiveSends:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pulls: dict[Role, set[int]] = {OUTER: set(), PRIVATE: set()}
+        self._pulls: dict[Role, set[int]] = {role: set() for role in (OUTER, PRIVATE, JOURNAL, SCALARS)}
 
     def begin(self, role: Role, pull_id: int) -> None:
         with self._lock:
@@ -192,7 +202,7 @@ class DonorSession:
                     with contextlib.suppress(RecoveryError):  # the receiving side reports why the stream ended
                         self._conversation.send(letter)
                 case Admit():
-                    self._queue.put(self._take_outer(action))
+                    self._admit_and_lend(action)
                 case OpenLink(scope, lanes):
                     self._spawn("link", lambda scope=scope, lanes=lanes: self._link_up(scope, lanes))
                 case Send(pull_id=pull_id, lane=lane):
@@ -212,9 +222,7 @@ class DonorSession:
                     except RecoveryError as error:
                         self._queue.put(Stopped(error))
                 case Capture(not_before):
-                    future = self._snapshots.lease_private(self._holder, not_before)
-                    self._capture = future
-                    future.add_done_callback(self._private_captured)
+                    self._await(PRIVATE, self._snapshots.lease_private(self._holder, not_before))
                 case Finish():
                     self._finish = action
 
@@ -222,25 +230,37 @@ class DonorSession:
     def _holder(self) -> str:
         return f"joiner {self._machine.joiner}"
 
-    def _take_outer(self, action: Admit) -> DonorEvent:
+    def _admit_and_lend(self, action: Admit) -> None:
         try:
             self._admit(action.open)
-            lease = self._snapshots.lease_outer(action.version, self._holder)
+            match action.role:
+                case peer_pb2.MANIFEST_ROLE_PRIVATE:
+                    self._await(PRIVATE, self._snapshots.lease_private(self._holder, action.version))
+                case peer_pb2.MANIFEST_ROLE_SCALARS:
+                    self._await(SCALARS, self._snapshots.lease_scalars(self._holder, action.version))
+                case peer_pb2.MANIFEST_ROLE_JOURNAL:
+                    self._queue.put(self._take(JOURNAL, self._snapshots.lease_journal(action.version, self._holder)))
+                case _:
+                    self._queue.put(self._take(OUTER, self._snapshots.lease_outer(action.version, self._holder)))
         except RecoveryError as error:
-            return NotLent(OUTER, error)
-        return self._take(OUTER, lease)
+            self._queue.put(NotLent(action.role, error))
 
-    def _private_captured(self, future: Future[SourceLease]) -> None:
+    def _await(self, role: Role, future: Future[SourceLease]) -> None:
+        """Report a lease when it is captured: at the donor's next inner-step boundary."""
+        self._capture = future
+        future.add_done_callback(lambda done: self._captured(role, done))
+
+    def _captured(self, role: Role, future: Future[SourceLease]) -> None:
         if future.cancelled():
-            self._queue.put(NotLent(PRIVATE, DonorRefused("the capture of private parts was cancelled")))
+            self._queue.put(NotLent(role, DonorRefused("the capture of private parts was cancelled")))
             return
         error = future.exception()
         if error is None:
-            self._queue.put(self._take(PRIVATE, future.result()))
+            self._queue.put(self._take(role, future.result()))
         elif isinstance(error, RecoveryError):
-            self._queue.put(NotLent(PRIVATE, error))
+            self._queue.put(NotLent(role, error))
         else:
-            self._queue.put(NotLent(PRIVATE, DonorRefused(f"private parts could not be captured: {error!r}")))
+            self._queue.put(NotLent(role, DonorRefused(f"private parts could not be captured: {error!r}")))
 
     def _take(self, role: Role, lease: SourceLease) -> DonorEvent:
         with self._lock:

@@ -63,7 +63,7 @@ from recovery.protocol.planner import (
     overtake,
     plan,
 )
-from recovery.protocol.ports import OUTER, PRIVATE, Attempt, DonorPeer, Role
+from recovery.protocol.ports import AT_A_CUT, JOURNAL, OUTER, PRIVATE, Attempt, DonorPeer, Role
 from recovery.protocol.rate import RateMeter
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.transport.link import MAX_LANES, lane_tag
@@ -142,8 +142,8 @@ class JoinerMachine:
     Attributes:
         payload_bytes: Bytes that arrived over links, whatever became of them.
         failures: Donors that were dropped, with the reason.
-        outer: The outer manifest that everything was pulled by, once there is one.
-        private: The private manifest, once there is one.
+        first: The manifest of what is lent first, that everything was pulled by, once there is one.
+        private: The private manifest that was asked for after it, once there is one.
     """
 
     def __init__(self, attempt: Attempt, config: JoinerConfig) -> None:
@@ -158,7 +158,7 @@ class JoinerMachine:
         self._reported_at: float | None = None
         self.payload_bytes = 0
         self.failures: dict[str, RecoveryError] = {}
-        self.outer: Manifest | None = None
+        self.first: Manifest | None = None
         self.private: Manifest | None = None
 
     # What others want to know
@@ -260,6 +260,7 @@ class JoinerMachine:
             layout_digest=attempt.layout_digest,
             lanes=self._config.lanes or choose_lanes(measured, bbr=self._config.bbr),
             data_host=attempt.data_host,
+            lends=attempt.first,
         )
         return [Say(donor.peer.name, JoinerLetter(open=letter))]
 
@@ -296,12 +297,15 @@ class JoinerMachine:
         if donor.phase is not _Phase.OPENING or not 1 <= opened.lanes <= MAX_LANES:
             raise ManifestRejected(f"{donor.peer.name} answered out of order, or with {opened.lanes} lanes")
         donor.phase = _Phase.MANIFEST
-        donor.assembler = ManifestAssembler(OUTER, num_bytes=opened.manifest_bytes, digest=opened.manifest_digest)
+        donor.assembler = ManifestAssembler(
+            self._attempt.first, num_bytes=opened.manifest_bytes, digest=opened.manifest_digest
+        )
         donor.lane_bytes = [0] * opened.lanes
         return [OpenLink(donor.peer.name, opened.scope, opened.lanes)]
 
     def _manifest_piece(self, donor: _Donor, piece: peer_pb2.ManifestPiece) -> list[JoinerAction]:
-        assembler = donor.private_assembler if piece.role == PRIVATE else donor.assembler
+        first = piece.role == self._attempt.first
+        assembler = donor.assembler if first else donor.private_assembler
         if assembler is None:
             raise ManifestRejected(f"{donor.peer.name} sent a manifest that was not asked for")
         whole = assembler.add(piece)
@@ -309,24 +313,24 @@ class JoinerMachine:
             return []
         _, manifest = whole
         self._check_manifest(donor, piece.role, manifest)
-        if piece.role == PRIVATE:
+        if not first:
             donor.private_assembler = None
             self.private = manifest
             self._tables[PRIVATE] = ChunkTable(PRIVATE, manifest)
             return [Prepare(PRIVATE, manifest)]
         donor.assembler = None
         donor.phase = _Phase.READY
-        if self.outer is None:
-            self.outer = manifest
-            self._tables[OUTER] = ChunkTable(OUTER, manifest)
-            return [Prepare(OUTER, manifest)]
-        if [_content(part) for part in manifest.parts] == [_content(part) for part in self.outer.parts]:
+        if self.first is None:
+            self.first = manifest
+            self._tables[piece.role] = ChunkTable(piece.role, manifest)
+            return [Prepare(piece.role, manifest)]
+        if [_content(part) for part in manifest.parts] == [_content(part) for part in self.first.parts]:
             return []
         # One of the two is wrong, and only the bytes will show which: this one is kept until the others have failed.
         donor.phase = _Phase.DISPUTING
         donor.disputed = manifest
         error = ManifestRejected(
-            f"{donor.peer.name} lends {self._attempt.version} with other content than {self.outer.worker}, "
+            f"{donor.peer.name} lends {self._attempt.version} with other content than {self.first.worker}, "
             "under the same fingerprint"
         )
         self.failures[donor.peer.name] = error
@@ -345,21 +349,22 @@ class JoinerMachine:
     def _check_manifest(self, donor: _Donor, role: Role, manifest: Manifest) -> None:
         attempt = self._attempt
         name = donor.peer.name
+        cut = manifest.cut.version
         if manifest.run_id != attempt.run_id:
             raise ManifestRejected(f"{name} lends a state of run {manifest.run_id!r}, not {attempt.run_id!r}")
-        wanted_class = PartClass.REPLICATED if role == OUTER else PartClass.PRIVATE_COPIED
+        wanted_class = PartClass.PRIVATE_COPIED if role in AT_A_CUT else PartClass.REPLICATED
         for part in manifest.parts:
             if part.part_class is not wanted_class:
                 raise ManifestRejected(f"{name} lists {part.name!r} ({part.part_class.value}) where it does not belong")
-        if role == OUTER and (manifest.cut.version, manifest.fingerprint) != (attempt.version, attempt.fingerprint):
+        if role == OUTER and (cut, manifest.fingerprint) != (attempt.version, attempt.fingerprint):
             raise ManifestRejected(
-                f"{name} lends {manifest.cut.version} with fingerprint {manifest.fingerprint.hex()[:12]}; "
+                f"{name} lends {cut} with fingerprint {manifest.fingerprint.hex()[:12]}; "
                 f"wanted is {attempt.version} with {attempt.fingerprint.hex()[:12]}"
             )
-        if role == PRIVATE:
-            cut = manifest.cut.version
-            if cut.lineage != attempt.version.lineage or cut < attempt.version:
-                raise ManifestRejected(f"{name} lends private parts of {cut}; wanted is {attempt.version} or later")
+        if role == JOURNAL and cut != attempt.version:
+            raise ManifestRejected(f"{name} lends the journal of {cut}; wanted is {attempt.version}")
+        if role in AT_A_CUT and (cut.lineage != attempt.version.lineage or cut < attempt.version):
+            raise ManifestRejected(f"{name} lends private parts of {cut}; wanted is {attempt.version} or later")
 
     def _linked(
         self, donor: _Donor, lanes: int, endpoints: tuple[str, ...], round_trip: float | None, now: float
@@ -421,7 +426,7 @@ class JoinerMachine:
         for name, donor in self._donors.items():
             if donor.phase is not _Phase.READY:
                 continue
-            known = [_chunk_id(key) for key in keys if key.role == OUTER or name == self._private_donor]
+            known = [_chunk_id(key) for key in keys if key.role == self._attempt.first or name == self._private_donor]
             if known:
                 actions.append(Say(name, JoinerLetter(acknowledge=peer_pb2.Acknowledge(chunks=known))))
         return actions
@@ -528,7 +533,9 @@ class JoinerMachine:
         """Return what is awaited of a donor (empty: nothing) and for how long it may stand still."""
         name = donor.peer.name
         if donor.phase in (_Phase.OPENING, _Phase.MANIFEST):
-            return donor.phase.value.removeprefix("awaiting "), self._progress
+            captured = donor.phase is _Phase.OPENING and self._attempt.first in AT_A_CUT
+            limit = self._config.private_seconds if captured else self._progress
+            return donor.phase.value.removeprefix("awaiting "), limit
         if donor.phase is not _Phase.READY:
             return "", self._progress  # dialling has its own deadline
         if any(donor.lane_bytes):
@@ -543,14 +550,14 @@ class JoinerMachine:
 
     def _move_on(self, now: float) -> list[JoinerAction]:
         actions = self._acknowledge() if len(self._unacknowledged) >= _ACKNOWLEDGED_TOGETHER else []
-        outer = self._tables.get(OUTER)
-        if outer is not None and not outer.complete and outer.quiet:
+        first = self._tables.get(self._attempt.first)
+        if first is not None and not first.complete and first.quiet:
             actions += self._settle_dispute()
-            outer = self._tables[OUTER]
-        if outer is not None and not outer.complete:
+            first = self._tables[self._attempt.first]
+        if first is not None and not first.complete:
             names = [name for name, donor in self._donors.items() if donor.phase is _Phase.READY and donor.linked]
-            actions += self._ask(outer, names, now)
-        if outer is not None and outer.complete:
+            actions += self._ask(first, names, now)
+        if first is not None and first.complete:
             actions += self._private_parts(now) if self._attempt.want_private else self._finish()
         if self._over:
             return actions
@@ -569,15 +576,16 @@ class JoinerMachine:
         ]
         if standing or not disputing:
             return []
-        manifest = self.outer = disputing[0][1]
+        manifest = self.first = disputing[0][1]
         for donor, other in disputing:
             if [*map(_content, other.parts)] == [*map(_content, manifest.parts)]:
                 donor.phase, donor.disputed = _Phase.READY, None
                 self.failures.pop(donor.peer.name, None)
         self._unacknowledged.clear()
         # What is in place and has the same digest is found again when the destinations are probed.
-        self._tables[OUTER] = ChunkTable(OUTER, manifest)
-        return [Prepare(OUTER, manifest)]
+        role = self._attempt.first
+        self._tables[role] = ChunkTable(role, manifest)
+        return [Prepare(role, manifest)]
 
     def _private_parts(self, now: float) -> list[JoinerAction]:
         table = self._tables.get(PRIVATE)

@@ -58,15 +58,15 @@ class TransferResult:
     """What a finished attempt did.
 
     Attributes:
-        outer: Manifest of the replicated parts, all of them verified in their destinations.
-        private: Manifest of the private-copied parts, likewise; None if none were wanted.
+        first: Manifest of what was lent first, all of it verified in its destinations.
+        private: Manifest of the private-copied parts after it, likewise; None if none were wanted.
         payload_bytes: Bytes that came over links.
         reused_bytes: Bytes that were in place before.
         failures: Donors that were dropped, with the reason.
         rates: Bytes per second and round trip of each donor, where measured.
     """
 
-    outer: Manifest
+    first: Manifest
     private: Manifest | None
     payload_bytes: int
     reused_bytes: int
@@ -186,7 +186,7 @@ class JoinerSession:
             self._work.put(_Stop())
             checker.join()
             machine = self._machine
-            newest = machine.private or machine.outer
+            newest = machine.private or machine.first
             self._events(
                 events.TransferEnded(
                     worker_id=attempt.joiner.worker_id,
@@ -199,10 +199,10 @@ class JoinerSession:
                     failure="" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}",
                 )
             )
-        if machine.outer is None:
+        if machine.first is None:
             raise MisuseError("a transfer ended without a manifest")
         return TransferResult(
-            outer=machine.outer,
+            first=machine.first,
             private=machine.private,
             payload_bytes=machine.payload_bytes,
             reused_bytes=machine.reused_bytes,

@@ -12,18 +12,28 @@ import torch
 
 from protos.recovery.v1 import peer_pb2
 from protos.recovery.v1.peer_pb2 import DonorLetter, JoinerLetter, Open
+from recovery.errors import MisuseError
 from recovery.state.manifest import Manifest
 from recovery.transport.link import Link
 from recovery.types import Fingerprint, PartName, RunId, TransferId, Version, WorkerRef
 
 Role: TypeAlias = peer_pb2.ManifestRole.ValueType
-"""Which of a conversation's manifests: ``OUTER`` or ``PRIVATE``."""
+"""Which of a conversation's manifests: ``OUTER``, ``PRIVATE``, ``JOURNAL`` or ``SCALARS``."""
 
 OUTER: Role = peer_pb2.MANIFEST_ROLE_OUTER
 """Replicated parts, at the ticket's version."""
 
 PRIVATE: Role = peer_pb2.MANIFEST_ROLE_PRIVATE
 """Private-copied parts, at one donor's cut."""
+
+JOURNAL: Role = peer_pb2.MANIFEST_ROLE_JOURNAL
+"""The averages of one commit, named by the version that they lead to; replicated."""
+
+SCALARS: Role = peer_pb2.MANIFEST_ROLE_SCALARS
+"""Private-copied parts without the inner optimizers' state, at one donor's cut."""
+
+AT_A_CUT = (PRIVATE, SCALARS)
+"""Lent at the donor's next inner-step boundary: no two donors lend the same, so an attempt for them has one donor."""
 
 
 class JoinerConversation(Protocol):
@@ -104,6 +114,10 @@ class SnapshotSource(Protocol):
     def lease_private(self, holder: str, not_before: Version) -> Future[Any]:
         """Return a future of a ``SourceLease``. (Futures are invariant: a precise type would refuse every lender.)"""
 
+    def lease_scalars(self, holder: str, not_before: Version) -> Future[Any]: ...
+
+    def lease_journal(self, version: Version, holder: str) -> SourceLease: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonorPeer:
@@ -135,9 +149,10 @@ class Attempt:
 
     Attributes:
         fingerprint: Sealed fingerprint that every donor's outer manifest must carry.
+        first: What the donors lend first: everything else is asked for when that is verified.
         layout_digest: The joiner's own.
         data_host: Interface address that the joiner's groups bind and advertise.
-        want_private: Whether private-copied parts are asked after the replicated ones.
+        want_private: Whether private-copied parts are asked after what is lent first.
     """
 
     run_id: RunId
@@ -151,6 +166,11 @@ class Attempt:
     data_host: str
     donors: tuple[DonorPeer, ...]
     want_private: bool = True
+    first: Role = OUTER
+
+    def __post_init__(self) -> None:
+        if self.first in AT_A_CUT and (self.want_private or len(self.donors) > 1):
+            raise MisuseError("what is captured at a cut is asked of one donor, and nothing after it")
 
 
 Dial = Callable[[DonorPeer], JoinerConversation]

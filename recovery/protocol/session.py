@@ -8,13 +8,15 @@ from recovery.protocol.joiner import JoinerConfig
 from recovery.protocol.joiner_session import JoinerSession, TransferResult
 from recovery.protocol.ledger import ChunkLedger
 from recovery.protocol.planner import PlannerConfig
-from recovery.protocol.ports import OUTER, PRIVATE, Attempt, DonorPeer, Role
+from recovery.protocol.ports import JOURNAL, OUTER, PRIVATE, SCALARS, Attempt, DonorPeer, Role
 from recovery.protocol.rate import RateLimiter
 from recovery.protocol.spool import ChunkSpool
 
 __all__ = [
+    "JOURNAL",
     "OUTER",
     "PRIVATE",
+    "SCALARS",
     "Attempt",
     "ChunkLedger",
     "ChunkSpool",

@@ -98,13 +98,14 @@ def test_every_byte_of_every_part_arrives(num_donors: int, lanes: int) -> None:
         for index in range(num_donors)
     ]
     destinations = Destinations()
-    result = run_joiner(donors, wires, destinations, config=JoinerConfig(lanes=lanes)).run()
+    patient = PlannerConfig(overtake_seconds=60)  # on a busy machine a chunk may be late; it is not to be asked twice
+    result = run_joiner(donors, wires, destinations, config=JoinerConfig(lanes=lanes, planner=patient)).run()
     for donor in donors:
         assert [each.error for each in donor.join()] == [None]
     for name, value in {**outer, **private}.items():
         assert destinations.holds(name, value), name
     assert result.private is not None
-    assert result.payload_bytes == result.outer.num_bytes + result.private.num_bytes
+    assert result.payload_bytes == result.first.num_bytes + result.private.num_bytes
     assert result.reused_bytes == 0
     assert result.failures == {}
     assert donors[0].snapshots.leases[-1].released == [("the joiner has everything", False)]
@@ -126,6 +127,7 @@ def test_all_donors_gone_keeps_what_was_verified() -> None:
     ledger = ChunkLedger()
     destinations = Destinations()
     donor = MemoryDonor(MemorySnapshots("d0", outer), wires.donor_end)
+    donor.limiter.set_rate(16 * MIB)  # slower than the check: the donor dies with chunks under way
     small = JoinerConfig(planner=PlannerConfig(min_window_bytes=1 * MIB, max_window_bytes=4 * MIB))
 
     class Killer(ChunkLedger):
@@ -146,7 +148,7 @@ def test_all_donors_gone_keeps_what_was_verified() -> None:
     result = run_joiner([again], wires, destinations, ledger=ledger, want_private=False, number=2).run()
     again.join()
     assert result.reused_bytes == kept
-    assert result.payload_bytes == result.outer.num_bytes - kept
+    assert result.payload_bytes == result.first.num_bytes - kept
     assert all(destinations.holds(name, value) for name, value in outer.items())
 
 
@@ -177,8 +179,8 @@ def test_a_restarted_joiner_takes_what_it_has_from_its_spool(tmp_path: Path) -> 
         result = run_joiner([donor], wires, destinations, spool=spool, want_private=False).run()
         donor.join()
         spool.close()
-        assert result.reused_bytes == kept_fraction * result.outer.num_bytes
-        assert result.payload_bytes == (1 - kept_fraction) * result.outer.num_bytes
+        assert result.reused_bytes == kept_fraction * result.first.num_bytes
+        assert result.payload_bytes == (1 - kept_fraction) * result.first.num_bytes
         assert all(destinations.holds(name, value) for name, value in outer.items())
 
 

@@ -31,13 +31,25 @@ class _ManifestRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Manifest
     DESCRIPTOR: _descriptor.EnumDescriptor
     MANIFEST_ROLE_UNSPECIFIED: _ManifestRole.ValueType  # 0
     MANIFEST_ROLE_OUTER: _ManifestRole.ValueType  # 1
+    """Replicated parts, at a version."""
     MANIFEST_ROLE_PRIVATE: _ManifestRole.ValueType  # 2
+    """Private-copied parts, at one donor's cut."""
+    MANIFEST_ROLE_JOURNAL: _ManifestRole.ValueType  # 3
+    """The averaged pseudo-gradients of one commit, replicated likewise."""
+    MANIFEST_ROLE_SCALARS: _ManifestRole.ValueType  # 4
+    """Private-copied parts without the inner optimizers' state, at one donor's cut."""
 
 class ManifestRole(_ManifestRole, metaclass=_ManifestRoleEnumTypeWrapper): ...
 
 MANIFEST_ROLE_UNSPECIFIED: ManifestRole.ValueType  # 0
 MANIFEST_ROLE_OUTER: ManifestRole.ValueType  # 1
+"""Replicated parts, at a version."""
 MANIFEST_ROLE_PRIVATE: ManifestRole.ValueType  # 2
+"""Private-copied parts, at one donor's cut."""
+MANIFEST_ROLE_JOURNAL: ManifestRole.ValueType  # 3
+"""The averaged pseudo-gradients of one commit, replicated likewise."""
+MANIFEST_ROLE_SCALARS: ManifestRole.ValueType  # 4
+"""Private-copied parts without the inner optimizers' state, at one donor's cut."""
 Global___ManifestRole: _TypeAlias = ManifestRole  # noqa: Y015
 
 class _Blame:
@@ -76,7 +88,6 @@ class JoinerLetter(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     WANT_PRIVATE_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
-    WANT_JOURNAL_FIELD_NUMBER: _builtins.int
     LANES_READY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
@@ -93,8 +104,6 @@ class JoinerLetter(_message.Message):
     @_builtins.property
     def goodbye(self) -> Global___JoinerGoodbye: ...
     @_builtins.property
-    def want_journal(self) -> Global___WantJournal: ...
-    @_builtins.property
     def lanes_ready(self) -> Global___LanesReady: ...
     def __init__(
         self,
@@ -106,14 +115,13 @@ class JoinerLetter(_message.Message):
         cancel: Global___CancelPulls | None = ...,
         want_private: Global___WantPrivate | None = ...,
         goodbye: Global___JoinerGoodbye | None = ...,
-        want_journal: Global___WantJournal | None = ...,
         lanes_ready: Global___LanesReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "cancel", b"cancel", "complaint", b"complaint", "goodbye", b"goodbye", "kind", b"kind", "lanes_ready", b"lanes_ready", "open", b"open", "pull", b"pull", "want_journal", b"want_journal", "want_private", b"want_private"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "cancel", b"cancel", "complaint", b"complaint", "goodbye", b"goodbye", "kind", b"kind", "lanes_ready", b"lanes_ready", "open", b"open", "pull", b"pull", "want_private", b"want_private"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "cancel", b"cancel", "complaint", b"complaint", "goodbye", b"goodbye", "kind", b"kind", "lanes_ready", b"lanes_ready", "open", b"open", "pull", b"pull", "want_journal", b"want_journal", "want_private", b"want_private"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "cancel", b"cancel", "complaint", b"complaint", "goodbye", b"goodbye", "kind", b"kind", "lanes_ready", b"lanes_ready", "open", b"open", "pull", b"pull", "want_private", b"want_private"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "pull", "acknowledge", "complaint", "cancel", "want_private", "goodbye", "want_journal", "lanes_ready"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "pull", "acknowledge", "complaint", "cancel", "want_private", "goodbye", "lanes_ready"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -129,7 +137,6 @@ class DonorLetter(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
-    JOURNAL_READY_FIELD_NUMBER: _builtins.int
     PULL_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
@@ -144,8 +151,6 @@ class DonorLetter(_message.Message):
     @_builtins.property
     def goodbye(self) -> Global___DonorGoodbye: ...
     @_builtins.property
-    def journal_ready(self) -> Global___JournalReady: ...
-    @_builtins.property
     def pull_refused(self) -> Global___PullRefused: ...
     def __init__(
         self,
@@ -156,14 +161,13 @@ class DonorLetter(_message.Message):
         closed: Global___Closed | None = ...,
         answer: Global___ComplaintAnswer | None = ...,
         goodbye: Global___DonorGoodbye | None = ...,
-        journal_ready: Global___JournalReady | None = ...,
         pull_refused: Global___PullRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "goodbye", b"goodbye", "journal_ready", b"journal_ready", "kind", b"kind", "manifest", b"manifest", "opened", b"opened", "pull_refused", b"pull_refused", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "goodbye", b"goodbye", "kind", b"kind", "manifest", b"manifest", "opened", b"opened", "pull_refused", b"pull_refused", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "goodbye", b"goodbye", "journal_ready", b"journal_ready", "kind", b"kind", "manifest", b"manifest", "opened", b"opened", "pull_refused", b"pull_refused", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "goodbye", b"goodbye", "kind", b"kind", "manifest", b"manifest", "opened", b"opened", "pull_refused", b"pull_refused", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "refused", "manifest", "closed", "answer", "goodbye", "journal_ready", "pull_refused"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "refused", "manifest", "closed", "answer", "goodbye", "pull_refused"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -185,6 +189,7 @@ class Open(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     DATA_HOST_FIELD_NUMBER: _builtins.int
     SEALING_KEY_FIELD_NUMBER: _builtins.int
+    LENDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     run_id: _builtins.str
     transfer_id: _builtins.str
@@ -197,6 +202,10 @@ class Open(_message.Message):
     """Interface address that the joiner's group binds and advertises."""
     sealing_key: _builtins.bytes
     """Joiner's X25519 public key for sealing payloads; empty: not sealed."""
+    lends: Global___ManifestRole.ValueType
+    """What this conversation lends first. Unspecified and OUTER: the replicated parts at `version`. JOURNAL: the entry that
+    leads to `version`. PRIVATE and SCALARS: captured at the next inner-step boundary not before `version`.
+    """
     @_builtins.property
     def joiner(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -220,10 +229,11 @@ class Open(_message.Message):
         lanes: _builtins.int = ...,
         data_host: _builtins.str = ...,
         sealing_key: _builtins.bytes = ...,
+        lends: Global___ManifestRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["donor", b"donor", "joiner", b"joiner", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "data_host", b"data_host", "donor", b"donor", "joiner", b"joiner", "lanes", b"lanes", "layout_digest", b"layout_digest", "protocol", b"protocol", "run_id", b"run_id", "sealing_key", b"sealing_key", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "data_host", b"data_host", "donor", b"donor", "joiner", b"joiner", "lanes", b"lanes", "layout_digest", b"layout_digest", "lends", b"lends", "protocol", b"protocol", "run_id", b"run_id", "sealing_key", b"sealing_key", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,7 +346,7 @@ class ManifestPiece(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     role: Global___ManifestRole.ValueType
-    """Which of the conversation's manifests: 0 outer parts, 1 private parts."""
+    """Which of the conversation's manifests."""
     offset: _builtins.int
     data: _builtins.bytes
     last: _builtins.bool
@@ -545,9 +555,6 @@ class WantPrivate(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NOT_BEFORE_FIELD_NUMBER: _builtins.int
-    ONLY_SCALARS_FIELD_NUMBER: _builtins.int
-    only_scalars: _builtins.bool
-    """True: only scalars (groups, scheduler, progress), because the tensors were fetched before."""
     @_builtins.property
     def not_before(self) -> _common_pb2.Version:
         """Not before this version."""
@@ -556,11 +563,10 @@ class WantPrivate(_message.Message):
         self,
         *,
         not_before: _common_pb2.Version | None = ...,
-        only_scalars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["not_before", b"not_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_before", b"not_before", "only_scalars", b"only_scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_before", b"not_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -615,52 +621,6 @@ class PullRefused(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullRefused: _TypeAlias = PullRefused  # noqa: Y015
-
-@_typing.final
-class WantJournal(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FROM_VERSION_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def from_version(self) -> _common_pb2.Version: ...
-    def __init__(
-        self,
-        *,
-        from_version: _common_pb2.Version | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["from_version", b"from_version"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_version", b"from_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WantJournal: _TypeAlias = WantJournal  # noqa: Y015
-
-@_typing.final
-class JournalReady(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERSION_FIELD_NUMBER: _builtins.int
-    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
-    MANIFEST_BYTES_FIELD_NUMBER: _builtins.int
-    manifest_digest: _builtins.bytes
-    manifest_bytes: _builtins.int
-    @_builtins.property
-    def version(self) -> _common_pb2.Version: ...
-    def __init__(
-        self,
-        *,
-        version: _common_pb2.Version | None = ...,
-        manifest_digest: _builtins.bytes = ...,
-        manifest_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___JournalReady: _TypeAlias = JournalReady  # noqa: Y015
 
 @_typing.final
 class JoinerGoodbye(_message.Message):
