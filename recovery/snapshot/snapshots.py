@@ -21,10 +21,12 @@ from recovery.snapshot.device import SideStream, device_of
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.guard import OuterSnapshot
 from recovery.snapshot.hooks import SILENT_STEPS, OptimizerHooks
+from recovery.snapshot.journal import Journal
 from recovery.snapshot.keeper import Keeper
 from recovery.snapshot.lease import Lease, LeaseBook, LeaseRecord
 from recovery.snapshot.private import PrivateSnapshot
 from recovery.snapshot.reports import Reports
+from recovery.snapshot.scalars import ScalarCapture
 from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.shelf import Shelf
 from recovery.snapshot.stall import StallAccount, StallCause
@@ -106,6 +108,15 @@ class Snapshots:
             on_captured=self._captured,
             on_waited=self._reports.waited,
         )
+        self._scalars = ScalarCapture(state, self.stall, self._digester, self._captured)
+        self.journal = Journal(
+            self.vault,
+            self._digester,
+            clock,
+            describe=lambda version, part: self._describe([part], Cut(version), self._layout_digest),
+            make_book=lambda version: lambda counts, on_empty: self._make_book(Cut(version), counts, on_empty),
+            grace_seconds=config.grace_seconds,
+        )
         self._hooks = OptimizerHooks(self._before_inner_step, self._after_inner_step, self.before_outer_update)
 
     def start(self) -> None:
@@ -124,6 +135,8 @@ class Snapshots:
             return
         self._ended = True
         self._hooks.remove()
+        self.journal.close(f"{self._worker} is closing")
+        self._scalars.fail(DonorRefused(f"{self._worker} is closing"))
         self._capture.fail(DonorRefused(f"{self._worker} is closing"))
         for snapshot in self._shelf.snapshots():
             snapshot.book.end_all(f"{self._worker} is closing")
@@ -149,7 +162,7 @@ class Snapshots:
     @property
     def num_leases(self) -> int:
         """Leases that count now, those in grace included."""
-        return self._shelf.num_leases
+        return self._shelf.num_leases + self.journal.num_leases
 
     # Training thread
 
@@ -217,11 +230,20 @@ class Snapshots:
         A capture that somebody waits for takes place here, or takes its scalars here if it began at the step's end.
         Free when nobody waits.
         """
+        self.lend_scalars()
         if not self._capture.wanted:
             return
         version = self.version
         if version is not None:
             self._capture.between_steps(version, whole=not (self._use_hooks and self._hooks.sees_inner_steps))
+
+    def lend_scalars(self) -> None:
+        """As ``inner_boundary``, for those who wait for scalars alone: called before each inner step, hooks or not."""
+        if not self._scalars.wanted:
+            return
+        version = self.version
+        if version is not None:
+            self._scalars.take(version)
 
     @contextmanager
     def standing(self) -> Iterator[None]:
@@ -232,7 +254,7 @@ class Snapshots:
         self.inner_boundary()
         with self._standing_lock:
             self._standing = True
-        if self._capture.wanted:
+        if self._capture.wanted or self._scalars.wanted:
             self._copier.submit(self._capture_while_standing)
         try:
             yield
@@ -308,6 +330,24 @@ class Snapshots:
             self._copier.submit(self._capture_while_standing)
         return future
 
+    def lease_scalars(self, holder: str, not_before: Version) -> Future[Lease]:
+        """As ``lease_private``, without what only optimizer steps change: captured at once, a few kilobytes."""
+        self._check_running()
+        future: Future[Lease] = Future()
+        self._scalars.request(Request(f"{holder} (scalars)", not_before, future))
+        self._keeper.wake()
+        if self._standing:
+            self._copier.submit(self._capture_while_standing)
+        return future
+
+    def lease_journal(self, version: Version, holder: str) -> Lease:
+        """Return a lease on the averages that led to ``version``; errors as ``Journal.lease``."""
+        self._check_running()
+        lease = self.journal.lease(version, holder, self._config.digest_timeout_seconds)
+        self._keeper.wake()
+        self._reports.lease_taken(holder, version, until_boundary=False)
+        return lease
+
     def damaged(self) -> list[str]:
         """Hash the memory of the published parts again; return the tensors, as part/path, written round the guard.
 
@@ -325,7 +365,9 @@ class Snapshots:
         for snapshot in self._shelf.snapshots():
             snapshot.book.expire()
         self._capture.tidy()
+        self._scalars.tidy()
         self._shelf.sweep()
+        self.journal.sweep()
 
     # Hooks
 
@@ -366,7 +408,10 @@ class Snapshots:
     def _capture_while_standing(self) -> None:
         with self._standing_lock:
             version = self.version
-            if not self._standing or version is None or not self._capture.wanted:
+            if not self._standing or version is None:
+                return
+            self._scalars.take(version)
+            if not self._capture.wanted:
                 return
             self._capture.between_steps(version, whole=True)
             again = self._capture.is_due(version)
@@ -408,7 +453,7 @@ class Snapshots:
 
     def _expire(self) -> bool:
         self.expire_leases()
-        return self.num_leases > 0 or self._capture.wanted
+        return self.num_leases > 0 or self._capture.wanted or self._scalars.wanted or self.journal.wanted
 
     # Inside
 

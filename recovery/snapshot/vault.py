@@ -129,6 +129,22 @@ class Vault:
                 self._used_bytes -= size
             return None
 
+    def charge(self, num_bytes: int) -> bool:
+        """Count memory that somebody else owns against the budget; return whether it fits. ``refund`` ends that."""
+        with self._lock:
+            while self._kept and self._used_bytes + num_bytes > self._budget_bytes:
+                self._used_bytes -= len(self._kept.pop())
+            if self._used_bytes + num_bytes > self._budget_bytes:
+                return False
+            self._used_bytes += num_bytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            return True
+
+    def refund(self, num_bytes: int) -> None:
+        """What was charged is no longer held."""
+        with self._lock:
+            self._used_bytes -= num_bytes
+
     def close(self) -> None:
         """Kept memory is dropped; what comes back later is, too. Safe twice."""
         with self._lock:
