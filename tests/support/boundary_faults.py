@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -39,12 +40,12 @@ PLACES = (
 
 REPLICATED = ("outer_params", "outer_optimizer", "run_progress")
 
-INNER_STEPS = 20
+INNER_STEPS = 15
 STEP_SECONDS = 0.05
-"""A phase of a second: several times what a transfer takes, or joiners would chase the others."""
+"""A phase of 0.75 s: several times what a transfer takes, or joiners would chase the others."""
 
-MORE_STEPS = 2
-"""Boundaries that the survivors commit while the victim is away, and everybody after it came back."""
+AWAY_STEPS = 2
+"""Boundaries that the survivors commit while the victim is away: the one at which it was hit may be the first."""
 
 
 class Fault(enum.Enum):
@@ -86,6 +87,18 @@ def until(true: Callable[[], bool], what: str) -> None:
     while not true():
         assert time.monotonic() < deadline, f"never: {what}"
         poll.wait(0.05)
+
+
+def killed(process: subprocess.Popen[bytes]) -> None:
+    """Return once the kernel says that the process ended by SIGKILL."""
+    until(lambda: process.poll() is not None, f"process {process.pid} ended")
+    assert process.returncode == -signal.SIGKILL
+
+
+def stopped(process: subprocess.Popen[bytes]) -> None:
+    """Return once the kernel says that the process stands still."""
+    flags = os.WSTOPPED | os.WNOWAIT | os.WNOHANG
+    until(lambda: os.waitid(os.P_PID, process.pid, flags) is not None, f"process {process.pid} stopped")
 
 
 class Scene:
@@ -148,15 +161,17 @@ class Scene:
             case Fault.KILL:
                 assert worker.process.poll() is None
                 worker.signal(signal.SIGKILL)
-                assert worker.end() == -signal.SIGKILL
+                killed(worker.process)
+                worker.close()
             case Fault.STOP:
                 worker.signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED | os.WNOWAIT)
+                stopped(worker.process)
             case Fault.CUT:
                 proxy = self._proxies[name]
+                before = proxy.swallowed
                 proxy.cut()
                 worker.command(do="go_on")
-                until(lambda: proxy.swallowed > 0, f"{name} felt that it is cut off")
+                until(lambda: proxy.swallowed > before, f"{name} felt that it is cut off")
 
     def heal(self, name: str, fault: Fault) -> None:
         """End the fault: another process of the same name, or the same one goes on."""
@@ -175,7 +190,7 @@ class Scene:
         reached = max(newest(worker) for worker in self.workers.values())
         self.hit(name, place, fault)
         for worker in self.others(name):
-            wait_commit(worker, reached + MORE_STEPS)
+            wait_commit(worker, reached + AWAY_STEPS)
         self.heal(name, fault)
         self.all_go_on()
 
@@ -184,23 +199,49 @@ class Scene:
     def coordinator_case(self, name: str, place: str, fault: Fault) -> None:
         """Hit the coordinator while one worker stands at a place; it comes back, and everybody goes on."""
         worker = self.stand_at(name, place)
+        noticed = self._hit_coordinator(fault)
+        worker.command(do="go_on")
+        self._wait_for_losses(list(self.workers.values()), noticed)
+        self._heal_coordinator(fault)
+        self.all_go_on()
+
+    def joint_case(self, name: str, place: str, fault: Fault) -> None:
+        """Hit one worker at a place, and the coordinator by a kill at the same moment."""
+        reached = max(newest(worker) for worker in self.workers.values())
+        self.hit(name, place, fault)
+        noticed = self._hit_coordinator(Fault.KILL)
+        self._wait_for_losses(self.others(name), noticed)
+        self._heal_coordinator(Fault.KILL)
+        for worker in self.others(name):
+            wait_commit(worker, reached + AWAY_STEPS)
+        self.heal(name, fault)
+        self.all_go_on()
+
+    def _hit_coordinator(self, fault: Fault) -> dict[str, int]:
+        """Let a fault meet the coordinator; return how often each worker had lost it before."""
         noticed = {each.name: self._losses(each) for each in self.workers.values()}
         coordinator = self._fleet.coordinator
         assert coordinator is not None
         assert coordinator.poll() is None
         match fault:
             case Fault.KILL:
-                self._fleet.stop_coordinator(signal.SIGKILL)
-                assert coordinator.returncode == -signal.SIGKILL
+                coordinator.send_signal(signal.SIGKILL)
+                killed(coordinator)
             case Fault.STOP:
                 coordinator.send_signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, coordinator.pid, os.WSTOPPED | os.WNOWAIT)
+                stopped(coordinator)
             case Fault.CUT:
                 for proxy in self._proxies.values():
                     proxy.cut()
-        worker.command(do="go_on")
-        for each in self.workers.values():
-            until(lambda each=each: self._losses(each) > noticed[each.name], f"{each.name} lost the coordinator")
+        return noticed
+
+    def _wait_for_losses(self, workers: list[Worker], before: dict[str, int]) -> None:
+        for each in workers:
+            until(lambda each=each: self._losses(each) > before[each.name], f"{each.name} lost the coordinator")
+
+    def _heal_coordinator(self, fault: Fault) -> None:
+        coordinator = self._fleet.coordinator
+        assert coordinator is not None
         match fault:
             case Fault.KILL:
                 self._fleet.start_coordinator()
@@ -209,7 +250,6 @@ class Scene:
             case Fault.CUT:
                 for proxy in self._proxies.values():
                     proxy.mend()
-        self.all_go_on()
 
     @staticmethod
     def _losses(worker: Worker) -> int:
@@ -221,14 +261,15 @@ class Scene:
         """Return once every worker committed more, and held what the others held at every version that they share."""
         reached = max(newest(worker) for worker in self.workers.values())
         for worker in self.workers.values():
-            wait_commit(worker, reached + MORE_STEPS)
+            wait_commit(worker, reached + 1)
         self.assert_one_history()
 
     def assert_one_history(self) -> None:
         """Everything that any process, dead or alive, ever held at a version is the same; there is one lineage."""
         held: dict[str, tuple[str, dict[str, str]]] = {}
         for worker in self._fleet.workers:
-            for version, parts in worker.boundaries().items():
+            for message in [m for m in list(worker.heard) if m["say"] in ("boundary", "joined")]:
+                version, parts = message["version"], message["parts"]
                 first, expected = held.setdefault(version, (worker.name, parts))
                 differing = [part for part in REPLICATED if parts[part] != expected[part]]
                 assert not differing, f"{differing} of {version} differ between {first} and {worker.name}"
