@@ -16,7 +16,7 @@ from protos.recovery.v1 import coordinator_pb2
 from recovery.control.boundary_vote import Ending, EpochState, Tally, tally
 from recovery.control.gathering import GatherDesk
 from recovery.control.membership import Member, Standing, may_apply
-from recovery.control.record import ABORTED, COMMITTED, EpochClosed, Voter
+from recovery.control.record import ABORTED, COMMITTED, EpochClosed, PositionRecorded, Voter
 from recovery.control.run_state import AUTHORITIES, RunState, outcome_of
 from recovery.control.sealing import SealDesk
 from recovery.control.wire import from_proto
@@ -40,6 +40,8 @@ class BoundaryDesk:
             self.query(member, message.epoch)
         elif member.voter in epoch.members and from_proto(message.version) == epoch.version:
             epoch.votes.setdefault(member.voter, message.digest)
+            if message.data_position:
+                epoch.positions[member.voter] = message.data_position
 
     def fail(self, member: Member, message: coordinator_pb2.EpochFailure) -> None:
         """A member's averaging failed: nobody can rely on the others having finished theirs."""
@@ -119,7 +121,12 @@ class BoundaryDesk:
         created = epoch.version.next()
         reason = f"{len(result.voters)} equal votes"
         voters = tuple(voter for voter in result.voters if voter not in epoch.withdrawn)
-        run.persist(EpochClosed(epoch.epoch, COMMITTED, created, result.digest, voters, reason))
+        positions = tuple(
+            PositionRecorded(voter[0], created, run.record.tokens_of(voter[0]), epoch.positions[voter])
+            for voter in voters
+            if voter in epoch.positions
+        )
+        run.persist(EpochClosed(epoch.epoch, COMMITTED, created, result.digest, voters, reason, positions))
         run.epoch, run.gather, run.committed_at = None, None, run.now
         self._tie_at = NO_VERSION
         self._run.blames.clear()

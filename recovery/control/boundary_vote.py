@@ -47,6 +47,8 @@ class EpochState:
     roster: bytes
     """The roster as it was told, so that it can be told again."""
     votes: dict[Voter, bytes] = field(default_factory=dict)
+    positions: dict[Voter, bytes] = field(default_factory=dict)
+    """Data positions that came with the votes."""
     withdrawn: set[Voter] = field(default_factory=set)
     """Members whose state is being replaced, or was: they cannot apply what the epoch decides."""
 

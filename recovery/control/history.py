@@ -244,6 +244,8 @@ class History:
                         OPEN,
                     ),
                 )
+                for position in record.positions:
+                    History._write(database, position)
             case VersionSealed(version=version):
                 database.execute(
                     "INSERT OR IGNORE INTO seals VALUES (?, ?, ?)",

@@ -63,6 +63,16 @@ class EpochOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionRecorded:
+    """Where a worker stood in its own data at the boundary that created ``version``."""
+
+    worker_id: str
+    version: Version
+    tokens: int
+    position: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class EpochClosed:
     """The epoch's only outcome. ``voters`` of a commit hold the average of ``digest`` and may apply it."""
 
@@ -72,6 +82,9 @@ class EpochClosed:
     digest: bytes
     voters: tuple[Voter, ...]
     reason: str
+    positions: tuple[PositionRecorded, ...] = ()
+    """Where the voters of a commit stood in their data, stored in one piece with it: a position never counts samples
+    that reached no commit, and a commit never loses its positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +93,6 @@ class VersionSealed:
 
     version: Version
     fingerprint: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PositionRecorded:
-    """Where a worker stood in its own data when it applied ``version``."""
-
-    worker_id: str
-    version: Version
-    tokens: int
-    position: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,11 @@ class HistoryRecord:
             case PauseSet():
                 self.paused = change.reason
 
+    def tokens_of(self, worker_id: str) -> int:
+        """Return the run's tokens as the worker last reported them; 0: never."""
+        known = self.positions.get(worker_id)
+        return known.tokens if known is not None else 0
+
     def _close(self, change: EpochClosed) -> None:
         epoch = self.epochs.get(change.epoch)
         if epoch is None or epoch.verdict != OPEN:
@@ -192,6 +200,8 @@ class HistoryRecord:
         if change.verdict == COMMITTED:
             self.num_committed += 1
             self.committed, self.committed_epoch = change.created, change.epoch
+            for position in change.positions:
+                self.apply(position)
         else:
             self.num_aborted += 1
 

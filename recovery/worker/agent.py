@@ -39,7 +39,7 @@ from recovery.worker.donor_loop import DonorLoop
 from recovery.worker.epochs import Epochs
 from recovery.worker.groups import EpochGroups
 from recovery.worker.inbox import Inbox
-from recovery.worker.kept_parts import capture_kept, position_of, restore_kept
+from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.peer_source import PeerSource
 from recovery.worker.reporter import Reporter
@@ -251,7 +251,17 @@ class Agent:
         """Take the state from elsewhere, and return when this worker holds the run's state again."""
         self._recover(reason)
 
-    def applied(self, run_tokens: int) -> None:
+    def capture_kept(self) -> KeptParts | None:
+        """Return a copy of the private-kept parts as they stand at this boundary."""
+        return capture_kept(
+            self._context.state,
+            run_id=RunId(self._context.config.run_id),
+            worker=self._context.worker,
+            cut=Cut(self.version.next()),
+            layout_digest=self._layout_digest,
+        )
+
+    def applied(self, run_tokens: int, kept: KeptParts | None) -> None:
         """Make the state in memory the next version; called at the end of the boundary's block."""
         context = self._context
         version = self.version.next()
@@ -261,13 +271,6 @@ class Agent:
         self._begin_phase(late=False)
         context.snapshots.publish(version)
         context.standing.update(version=version, fingerprint=Fingerprint(b""))
-        kept = capture_kept(
-            context.state,
-            run_id=RunId(context.config.run_id),
-            worker=context.worker,
-            cut=Cut(version),
-            layout_digest=self._layout_digest,
-        )
         self._reporter.report_applied(self._epochs.last_epoch, version, position_of(kept))
         self._checkpoints.consider(version, kept)
 
@@ -345,4 +348,5 @@ class Agent:
             region=context.config.region,
             donor_slots=context.config.donor_slots,
             undecided_epoch=stand.undecided_epoch,
+            last_epoch=self._epochs.last_epoch,
         )

@@ -29,6 +29,7 @@ from recovery.worker.averaging import Averager, sum_integers
 from recovery.worker.context import Context
 from recovery.worker.epochs import Epochs
 from recovery.worker.groups import EpochGroups
+from recovery.worker.kept_parts import KeptParts, position_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,17 @@ class Trainee(Protocol):
     def new_tokens(self) -> int:
         """Tokens trained on by this worker since the last commit."""
 
+    def capture_kept(self) -> KeptParts | None:
+        """Return a copy of the private-kept parts as they stand at this boundary."""
+
     def check_state(self) -> None:
         """Return if the state in memory is what the run holds; recover otherwise and raise ``StateReplaced``."""
 
     def replace_state(self, reason: str) -> None:
         """Take the state from elsewhere."""
 
-    def applied(self, run_tokens: int) -> None:
-        """Make the state in memory the next version."""
+    def applied(self, run_tokens: int, kept: KeptParts | None) -> None:
+        """Make the state in memory the next version; ``kept`` is what ``capture_kept`` returned at its boundary."""
 
     def poison(self, reason: str) -> None:
         """Mark the state in memory as not verified."""
@@ -75,6 +79,7 @@ class Boundary:
         self._averager = averager
         self._averaged = False
         self._run_tokens = 0
+        self._kept: KeptParts | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +140,8 @@ class Boundary:
             self._trainee.replace_state(f"epoch {roster.epoch} committed without this worker")
             raise StateReplaced(f"missed the commit of epoch {roster.epoch}") from error
         self._epochs.pass_stage("averaged")
-        self._obey(self._epochs.vote(roster.epoch, _digest(averaged)))
+        self._kept = self._trainee.capture_kept()
+        self._obey(self._epochs.vote(roster.epoch, _digest(averaged), position_of(self._kept)))
         return averaged, run_tokens
 
     def _obey(self, outcome: pb.Outcome) -> None:
@@ -160,7 +166,7 @@ class Boundary:
         if kind is None:
             if not self._averaged:
                 raise MisuseError("the boundary block ended without average(): nothing was committed")
-            self._trainee.applied(self._run_tokens)
+            self._trainee.applied(self._run_tokens, self._kept)
             self._epochs.pass_stage("applied")
             return False
         if isinstance(error, StateReplaced):

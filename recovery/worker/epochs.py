@@ -97,12 +97,15 @@ class Epochs:
         failure = to_proto(RecoveryError(reason))
         self._context.client.send(pb.WorkerMessage(epoch_failure=pb.EpochFailure(epoch=epoch, failure=failure)))
 
-    def vote(self, epoch: int, digest: bytes) -> pb.Outcome:
-        """Tell the coordinator what this worker averaged, and return the outcome. Nothing may be applied before."""
+    def vote(self, epoch: int, digest: bytes, position: bytes) -> pb.Outcome:
+        """Tell the coordinator what this worker averaged, and return the outcome. Nothing may be applied before.
+
+        ``position`` is the worker's data position at this boundary; the coordinator stores it with the commit.
+        """
         context = self._context
         context.standing.update(undecided_epoch=epoch)
         version = to_proto(context.standing.read().version)
-        vote = pb.WorkerMessage(vote=pb.Vote(epoch=epoch, version=version, digest=digest))
+        vote = pb.WorkerMessage(vote=pb.Vote(epoch=epoch, version=version, digest=digest, data_position=position))
         self.pass_stage("voting")
         context.client.send(vote)
         self.pass_stage("voted")

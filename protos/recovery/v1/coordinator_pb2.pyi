@@ -838,9 +838,12 @@ class Vote(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     digest: _builtins.bytes
     """BLAKE3 over the averaged pseudo-gradients, 32 bytes."""
+    data_position: _builtins.bytes
+    """The worker's private-kept parts at this boundary, as in Applied: stored together with the commit."""
     @_builtins.property
     def version(self) -> _common_pb2.Version: ...
     def __init__(
@@ -849,10 +852,11 @@ class Vote(_message.Message):
         epoch: _builtins.int = ...,
         version: _common_pb2.Version | None = ...,
         digest: _builtins.bytes = ...,
+        data_position: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "digest", b"digest", "epoch", b"epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
