@@ -296,7 +296,8 @@ class CoordinatorClient:
                 why = "the coordinator ended the stream"
                 for message in call:
                     outbox.heard()
-                    self._received(message)
+                    # What the coordinator gave as its reason says more than that the stream ended after it.
+                    why = self._received(message) or why
             except grpc.RpcError as error:
                 why = self._lost(error)
             finally:
@@ -316,19 +317,22 @@ class CoordinatorClient:
             self._deliveries.put(lambda: self._on_detached(reason))
         return welcomed
 
-    def _received(self, message: coordinator_pb2.CoordinatorMessage) -> None:
+    def _received(self, message: coordinator_pb2.CoordinatorMessage) -> str:
+        """File one message; return the reason it gives for ending the stream, or nothing."""
         kind = message.WhichOneof("kind")
         if kind is None or kind == "beat":
-            return
+            return ""
+        reason = ""
         with self._changed:
             if kind == "welcome":
                 self._attached = True
-            elif kind == "rejected":
-                self._refuse(from_proto(message.rejected.failure))
-            elif kind == "evicted":
-                self._refuse(from_proto(message.evicted.failure))
+            elif kind in ("rejected", "evicted"):
+                failure = from_proto(getattr(message, kind).failure)
+                self._refuse(failure)
+                reason = str(failure)
             self._changed.notify_all()
         self._deliveries.put(lambda: self._on_message(message))
+        return reason
 
     def _lost(self, error: grpc.RpcError) -> str:
         told = told_failure(error)
