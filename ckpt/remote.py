@@ -14,7 +14,7 @@ from pathlib import Path
 from ckpt.catalog import Catalog
 from ckpt.layout import step_folder
 from ckpt.local import LocalStorage
-from ckpt.reader import Progress
+from ckpt.part_reading import Progress
 from ckpt.retention import Retention, RetentionPolicy, delete_step
 from ckpt.storage import Storage
 from ckpt.transfer import copy_step

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckpt.catalog import Catalog, Step
-from ckpt.compose import Strictness, apply_values, whole_value
-from ckpt.reader import Checkpoint, Progress, open_checkpoint
+from ckpt.compose import Strictness
+from ckpt.loading import ExactLoad, MergedLoad, Private, Request
+from ckpt.part_reading import Progress
+from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.remote import DownloadCache
 from ckpt.storage import Storage
 from recovery.clock import Clock, SystemClock
-from recovery.errors import BadConfiguration, CheckpointRejected
+from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected
 from recovery.events import CheckpointLoaded, CheckpointSkipped, EventSink
 from recovery.state.manifest import Manifest
 from recovery.state.parts import WorkerState
-from recovery.state.restore import Restoration, RestoreMode, RestoreReport
+from recovery.state.restore import RestoreMode
 from recovery.types import Cut, Fingerprint, PartClass, PartName, RunId, Version, WorkerId, WorkerRef
 
+__all__ = ["CheckpointSource", "LoadCallbacks", "Private", "Restored", "Strictness"]
+
 logger = logging.getLogger(__name__)
-
-
-class Private(enum.Enum):
-    """Which private parts a worker takes."""
-
-    OWN_ELSE_ANY = "own-else-any"
-    """Its own, data position included; else the copied ones of any worker, never another's data position."""
-    NONE = "none"
-    """Only the replicated parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +78,7 @@ class CheckpointSource:
         events: EventSink,
         clock: Clock | None = None,
         callbacks: Sequence[LoadCallbacks] = (),
+        cache: DownloadCache | None = None,
     ) -> None:
         """Store references.
 
@@ -93,6 +89,7 @@ class CheckpointSource:
             events: Told what was loaded, and what was skipped and why.
             clock: Measures.
             callbacks: Called around a load, in this order.
+            cache: Where a remote's steps are downloaded to, verified, before they are read; processes share it.
         """
         self._storage = storage
         self._run_id = run_id
@@ -100,12 +97,17 @@ class CheckpointSource:
         self._events = events
         self._clock = clock or SystemClock()
         self._callbacks = tuple(callbacks)
+        self._cache = cache
         self._catalog = Catalog(storage, run_id)
 
     @property
     def name(self) -> str:
         """How messages call it."""
         return self._storage.url
+
+    def whole_steps(self, *, at_most: Version | None = None) -> list[Step]:
+        """Return the whole steps, newest first, not newer than ``at_most``. Their bytes were not read."""
+        return list(self._whole(at_most, []))
 
     def newest(self, *, at_most: Version | None = None) -> Step | None:
         """Return the newest whole step, not newer than ``at_most``, or None. Its bytes were not read."""
@@ -148,7 +150,7 @@ class CheckpointSource:
             StateMismatch: after the restore, memory differs from the manifest.
         """
         skipped: list[str] = []
-        request = _Request(
+        request = Request(
             mode=mode,
             private=private,
             parts=parts,
@@ -192,19 +194,20 @@ class CheckpointSource:
         except OSError as error:
             self._skip(self.name, f"cannot be listed: {error}", skipped)
 
-    def _restore_step(self, state: WorkerState, step: Step, request: _Request, skipped: list[str]) -> Restored:
+    def _restore_step(self, state: WorkerState, step: Step, request: Request, skipped: list[str]) -> Restored:
         began = self._clock.monotonic()
         with ExitStack() as opened:
-            shares = self._shares(step, None, opened)
+            storage = self._at_hand(step, request)
+            shares = self._shares(storage, step, None, opened)
             replicated = shares[0]
             _check_names(replicated, step, state, request.parts, request.exclude)
             for callback in self._callbacks:
                 if callback.before is not None:
                     callback.before(replicated)
             exact = request.strictness is Strictness.STRICT and step.num_local_ranks == self._worker.num_local_ranks
-            load = _ExactLoad(state, request) if exact else _MergedLoad(state, request, self._run_id, self._worker)
+            load = ExactLoad(state, request) if exact else MergedLoad(state, request, self._run_id, self._worker)
             load.read(shares, _chosen(replicated, state, request, own=True))
-            donor = self._read_private(state, step, request, load, opened, skipped)
+            donor = self._read_private(storage, state, step, request, load, opened, skipped)
             # Everything is verified: only now does anything of it become the state.
             done = load.commit(donor.manifest.cut if donor is not None else replicated.manifest.cut)
         if request.tokens is not None:
@@ -241,10 +244,11 @@ class CheckpointSource:
 
     def _read_private(
         self,
+        storage: Storage,
         state: WorkerState,
         step: Step,
-        request: _Request,
-        load: _ExactLoad | _MergedLoad,
+        request: Request,
+        load: ExactLoad | MergedLoad,
         opened: ExitStack,
         skipped: list[str],
     ) -> Checkpoint | None:
@@ -258,7 +262,7 @@ class CheckpointSource:
             self._skip(f"{self._url(step.version)}/worker_{own}", step.torn_workers[own], skipped)
         for worker_id in order:
             try:
-                shares = self._shares(step, worker_id, opened)
+                shares = self._shares(storage, step, worker_id, opened)
                 load.read(shares, _chosen(shares[0], state, request, own=worker_id == own))
             except CheckpointRejected as error:
                 self._skip(f"{self._url(step.version)}/worker_{worker_id}", str(error), skipped)
@@ -267,14 +271,14 @@ class CheckpointSource:
         logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
         return None
 
-    def _shares(self, step: Step, worker_id: WorkerId | None, opened: ExitStack) -> list[Checkpoint]:
+    def _shares(self, storage: Storage, step: Step, worker_id: WorkerId | None, opened: ExitStack) -> list[Checkpoint]:
         """Open this rank's share, or all of them if they were cut for another number of local ranks."""
         num_ranks = step.num_local_ranks if worker_id is None else step.local_ranks_of[worker_id]
         ranks = [self._worker.local_rank] if num_ranks == self._worker.num_local_ranks else range(num_ranks)
         return [
             opened.enter_context(
                 open_checkpoint(
-                    self._storage,
+                    storage,
                     step.version,
                     run_id=self._run_id,
                     worker_id=worker_id,
@@ -285,6 +289,16 @@ class CheckpointSource:
             for rank in ranks
         ]
 
+    def _at_hand(self, step: Step, request: Request) -> Storage:
+        """Return where the step is read from: the storage itself, or the cache after it was downloaded."""
+        if self._cache is None:
+            return self._storage
+        workers = step.workers if request.private is not Private.NONE else ()
+        try:
+            return self._cache.fetch(self._storage, step.version, run_id=self._run_id, workers=workers)
+        except (CheckpointFailed, BadConfiguration, OSError) as error:
+            raise CheckpointRejected(f"it cannot be downloaded: {error}") from error
+
     def _url(self, version: Version) -> str:
         return self._storage.url_of(f"step_{version.lineage}_{version.outer_step}")
 
@@ -294,73 +308,7 @@ class CheckpointSource:
         self._events(CheckpointSkipped(worker_id=self._worker.worker_id, url=url, reason=reason))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What the caller of ``restore`` asked for."""
-
-    mode: RestoreMode
-    private: Private
-    parts: Collection[PartName] | None
-    exclude: Collection[PartName]
-    tokens: int | None
-    strictness: Strictness
-    progress: Progress | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    reports: Sequence[RestoreReport]
-    differences: tuple[str, ...] = ()
-
-
-class _ExactLoad:
-    """The checkpoint fits leaf by leaf: its bytes go straight to their destinations."""
-
-    def __init__(self, state: WorkerState, request: _Request) -> None:
-        self._state = state
-        self._request = request
-        self._ready: list[Restoration] = []
-
-    def read(self, shares: Sequence[Checkpoint], names: Sequence[PartName]) -> None:
-        if not names:
-            return
-        (share,) = shares
-        restoration = Restoration(self._state, share.manifest, mode=self._request.mode, parts=names)
-        restoration.prepare()
-        share.restore(restoration, names, progress=self._request.progress)
-        self._ready.append(restoration)
-
-    def commit(self, cut: Cut) -> _Done:
-        return _Done([restoration.commit() for restoration in self._ready])
-
-
-class _MergedLoad:
-    """The checkpoint fits in part, or was cut for another number of ranks: values are merged, then restored."""
-
-    def __init__(self, state: WorkerState, request: _Request, run_id: RunId, worker: WorkerRef) -> None:
-        self._state = state
-        self._request = request
-        self._run_id = run_id
-        self._worker = worker
-        self._values: dict[PartName, object] = {}
-
-    def read(self, shares: Sequence[Checkpoint], names: Sequence[PartName]) -> None:
-        values = {name: whole_value(shares, name) for name in names}
-        self._values.update(values)
-
-    def commit(self, cut: Cut) -> _Done:
-        applied = apply_values(
-            self._state,
-            self._values,
-            strictness=self._request.strictness,
-            run_id=self._run_id,
-            worker=self._worker,
-            cut=cut,
-        )
-        return _Done([applied.report] if applied.report is not None else [], applied.differences)
-
-
-def _chosen(checkpoint: Checkpoint, state: WorkerState, request: _Request, *, own: bool) -> tuple[PartName, ...]:
+def _chosen(checkpoint: Checkpoint, state: WorkerState, request: Request, *, own: bool) -> tuple[PartName, ...]:
     # By the class that either side gives it: a data position is never taken from another worker by mistake.
     kept = {part.name for part in checkpoint.manifest.parts if part.part_class is PartClass.PRIVATE_KEPT}
     kept |= set(state.private_kept_names)

@@ -9,7 +9,8 @@ import torch
 
 from ckpt.catalog import OWNER, Catalog, Step, StepState
 from ckpt.layout import manifest_name, step_folder
-from ckpt.reader import Checkpoint, Progress, open_checkpoint
+from ckpt.part_reading import Progress
+from ckpt.reader import Checkpoint, open_checkpoint
 from ckpt.record import PartFile, encode_record
 from ckpt.storage import Storage, write_whole
 from ckpt.writer import write_hint

@@ -124,10 +124,12 @@ def test_another_runs_steps_stay(tmp_path: Path) -> None:
     torn = source(2, run_id=RunId("run-b"))
     write_checkpoint(root, [torn])
     (root.root / "step_1_2" / "manifest.pb").unlink()
+    theirs = sorted(path for path in root.root.rglob("*") if path.name != "latest")
     for seed in (3, 4):
         write_checkpoint(root, [source(seed)])
     retention(root).run()
     assert kept(root) == [4, 2, 1]
+    assert all(path.exists() for path in theirs)
 
 
 def test_files_that_no_manifest_names_stay_and_their_folder(tmp_path: Path) -> None:
