@@ -3,20 +3,24 @@
 Each bucket is cut into one segment a member. Members swap segments (all-to-all), each sums its own segment over the
 ranks **in rank order**, divides by the sum of weights, and all gather the results. The order of summation depends on
 nothing but the roster, so a single process can compute the same bits (``reference_mean``), and every member holds the
-same bits because each element is computed in exactly one place. Traffic is that of a ring all-reduce.
+same bits because each element is computed in exactly one place. Traffic is that of a ring all-reduce, in the bytes of
+the run's gradient codec.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import blake3
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Work
 
-from recovery.errors import BadConfiguration
+from recovery.errors import BadConfiguration, LayoutMismatch
+from recovery.worker.gradient_codec import GradientCodec, PlainCodec
 
 
 class Collectives(Protocol):
@@ -35,6 +39,9 @@ class Collectives(Protocol):
 
 
 _ACCUMULATE = {torch.float64: torch.float64}
+_PLAIN = PlainCodec()
+_SHAPE_WORDS = 4
+"""64-bit words of the digest by which members compare what they are about to average."""
 
 
 class Averager:
@@ -45,9 +52,42 @@ class Averager:
     because an abandoned operation may still write into them.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, codec: GradientCodec = _PLAIN) -> None:
         self._bucket_bytes = bucket_bytes
+        self._codec = codec
         self._results: list[Tensor] = []
+
+    def agree(
+        self, tensors: Sequence[Tensor], integers: Sequence[int], rank: int, group: Collectives | None, timeout: float
+    ) -> list[int]:
+        """Return the sums of 64-bit integers over the group, once all members are known to average the same shapes.
+
+        gloo ends a process that gets more bytes than it expects: what would differ is found here, before any tensor
+        moves.
+
+        Raises:
+            LayoutMismatch: this member's shapes, dtypes, codec or bucket size are not those of most of the others. The
+                message names their ranks.
+            RuntimeError: the group failed.
+        """
+        if group is None:
+            return list(integers)
+        terms = (self._codec.name, self._bucket_bytes, [(tuple(t.shape), str(t.dtype)) for t in tensors])
+        digest = blake3.blake3(repr(terms).encode()).digest(8 * _SHAPE_WORDS)
+        words = list(struct.unpack(f"<{_SHAPE_WORDS}q", digest))
+        everyone = _all_gather(torch.tensor([*words, *integers], dtype=torch.int64), group, timeout)
+        rows = everyone.reshape(group.size(), -1)
+        described = [tuple(row.tolist()) for row in rows[:, :_SHAPE_WORDS]]
+        others = [other for other, shape in enumerate(described) if shape != tuple(words)]
+        if others and 2 * len(others) >= len(described):
+            raise LayoutMismatch(
+                f"rank {rank} wants to average {len(tensors)} tensors with codec {self._codec.name} in buckets of "
+                f"{self._bucket_bytes} bytes, ranks {', '.join(map(str, others))} want something else: "
+                "pseudo_gradients() has to return the same shapes and dtypes everywhere, under the same settings"
+            )
+        if others:
+            raise RuntimeError(f"ranks {', '.join(map(str, others))} want to average other shapes or dtypes")
+        return [int(total) for total in rows[:, _SHAPE_WORDS:].sum(dim=0)]
 
     def average(
         self,
@@ -77,14 +117,20 @@ class Averager:
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
             accumulate = _ACCUMULATE.get(dtype, torch.float32)
-            for spans in _buckets([results[i].numel() for i in same], self._bucket_bytes // accumulate.itemsize):
+            block = self._codec.block
+            limit = max(1, self._bucket_bytes // accumulate.itemsize // block) * block
+            for spans in _buckets([results[i].numel() for i in same], limit):
                 size = sum(stop - start for _, start, stop in spans)
-                mine = torch.zeros(_padded(size, len(weights)), dtype=accumulate)
+                mine = torch.zeros(_padded(size, len(weights) * block), dtype=accumulate)
                 _gather(mine, [(tensors[same[i]], start, stop) for i, start, stop in spans])
-                mean = _mean_of_bucket(mine, weights, rank, group, timeout)
+                mean = _mean_of_bucket(mine, weights, self._codec, group, timeout)
                 _scatter(mean, [(results[same[i]], start, stop) for i, start, stop in spans])
         self._results = results
         return results
+
+    def hand_over(self) -> None:
+        """What the last ``average`` returned belongs to somebody else from now on: it is not used again."""
+        self._results = []
 
     def _buffers_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         same = len(self._results) == len(tensors) and all(
@@ -93,13 +139,24 @@ class Averager:
         return self._results if same else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
 
 
-def reference_mean(contributions: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> list[Tensor]:
+def reference_mean(
+    contributions: Sequence[Sequence[Tensor]], weights: Sequence[float], codec: GradientCodec = _PLAIN
+) -> list[Tensor]:
     """Return what every member gets for these contributions (one list of tensors a rank), computed in one process."""
-    means = []
-    for parts in zip(*contributions, strict=True):
-        accumulate = _ACCUMULATE.get(parts[0].dtype, torch.float32)
-        rows = torch.stack([part.detach().reshape(-1).to(accumulate) for part in parts])
-        means.append(_sum_in_rank_order(rows, weights).to(parts[0].dtype).reshape(parts[0].shape))
+    first = contributions[0]
+    means = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in first]
+    for dtype in {tensor.dtype for tensor in first}:
+        same = [index for index, tensor in enumerate(first) if tensor.dtype == dtype]
+        spans = [(index, 0, first[index].numel()) for index in same]
+        size = sum(stop for _, _, stop in spans)
+        rows = torch.zeros(len(weights), _padded(size, codec.block), dtype=_ACCUMULATE.get(dtype, torch.float32))
+        for row, tensors in zip(rows, contributions, strict=True):
+            _gather(row, [(tensors[index], start, stop) for index, start, stop in spans])
+        mean = _sum_in_rank_order(_rounded(rows, codec), weights)
+        _scatter(
+            _rounded(mean.reshape(1, -1), codec).reshape(-1),
+            [(means[index], start, stop) for index, start, stop in spans],
+        )
     return means
 
 
@@ -107,22 +164,28 @@ def sum_integers(values: Sequence[int], group: Collectives | None, timeout: floa
     """Return the sums of 64-bit integers over the group."""
     if group is None:
         return list(values)
-    mine = torch.tensor(list(values), dtype=torch.int64)
-    everyone = _all_gather(mine, group, timeout)
+    everyone = _all_gather(torch.tensor(list(values), dtype=torch.int64), group, timeout)
     return [int(total) for total in everyone.reshape(group.size(), -1).sum(dim=0)]
 
 
+def _rounded(rows: Tensor, codec: GradientCodec) -> Tensor:
+    return codec.decode(codec.encode(rows), rows.dtype) if rows.numel() else rows
+
+
 def _mean_of_bucket(
-    mine: Tensor, weights: Sequence[float], rank: int, group: Collectives | None, timeout: float
+    mine: Tensor, weights: Sequence[float], codec: GradientCodec, group: Collectives | None, timeout: float
 ) -> Tensor:
-    if group is None:
-        return _sum_in_rank_order(mine.reshape(1, -1), weights)
-    swapped = torch.empty_like(mine)
-    options = AllToAllOptions()
-    options.timeout = timedelta(seconds=timeout)
-    group.alltoall_base(swapped, mine, [], [], options).wait()
-    segment = _sum_in_rank_order(swapped.reshape(len(weights), -1), weights)
-    return _all_gather(segment, group, timeout)
+    encoded = codec.encode(mine.reshape(len(weights), -1))
+    if group is not None:
+        swapped = torch.empty_like(encoded)
+        options = AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout)
+        group.alltoall_base(swapped.view(-1), encoded.view(-1), [], [], options).wait()
+        encoded = swapped
+    segment = codec.encode(_sum_in_rank_order(codec.decode(encoded, mine.dtype), weights).reshape(1, -1))
+    if group is not None:
+        segment = _all_gather(segment.view(-1), group, timeout).reshape(group.size(), -1)
+    return codec.decode(segment, mine.dtype).reshape(-1)
 
 
 def _all_gather(mine: Tensor, group: Collectives, timeout: float) -> Tensor:

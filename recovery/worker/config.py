@@ -9,6 +9,7 @@ from recovery.control.security import SecurityConfig
 from recovery.errors import BadConfiguration
 from recovery.snapshot import SnapshotConfig
 from recovery.types import MIB, Address, checked_id
+from recovery.worker.gradient_codec import codec_named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,10 @@ class AgentConfig:
     snapshot_budget_bytes: int = 0
     """Memory that snapshots may take; 0: the snapshots' own default."""
     bucket_bytes: int = 8 * MIB
-    """Bytes averaged in one go; bounds the averaging's extra memory."""
+    """Bytes averaged in one go; bounds the averaging's extra memory. The same on every worker of the run."""
+    gradient_codec: str = "plain"
+    """How pseudo-gradients travel: ``plain`` (exact), ``bf16`` (half the bytes) or ``int8`` (a quarter); see
+    ``gradient_codec`` for the rounding rules. The same on every worker of the run."""
 
     checkpoint_url: str = ""
     """Folder or fsspec URL for checkpoints; empty: none are written, and none can be restored."""
@@ -75,6 +79,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         Address.parse(self.coordinator)
+        codec_named(self.gradient_codec)
         checked_id("run id", self.run_id)
         checked_id("worker id", self.worker_id)
         for name in ("inner_steps_per_phase", "donor_slots", "checkpoint_every", "checkpoint_keep", "bucket_bytes"):

@@ -7,6 +7,7 @@ proves that it reached its victim before anything else is looked at.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import signal
 import subprocess
@@ -237,7 +238,11 @@ class Scene:
 
     def _wait_for_losses(self, workers: list[Worker], before: dict[str, int]) -> None:
         for each in workers:
-            until(lambda each=each: self._losses(each) > before[each.name], f"{each.name} lost the coordinator")
+            lost_again = functools.partial(self._lost_more_than, each, before[each.name])
+            until(lost_again, f"{each.name} lost the coordinator")
+
+    def _lost_more_than(self, worker: Worker, times: int) -> bool:
+        return self._losses(worker) > times
 
     def _heal_coordinator(self, fault: Fault) -> None:
         coordinator = self._fleet.coordinator
