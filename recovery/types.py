@@ -1,4 +1,4 @@
-"""The project's nouns: ids, versions, cuts, classes of parts. No torch, no gRPC, no behaviour beyond order and checks."""
+"""The nouns: ids, versions, cuts, classes of parts. No torch, no gRPC, no behaviour beyond order and checks."""
 
 from __future__ import annotations
 
