@@ -15,9 +15,7 @@ def saved(worker: Worker, version: str, folder: Path) -> None:
     lineage, step = version.removeprefix("L").split(".k")
     root = folder / f"step_{lineage}_{step}"
     for url in (root, root / f"worker_{worker.name}"):
-        worker.wait(
-            lambda m, url=url: m.get("event") == "CheckpointSaved" and Path(str(m["url"])) == url, f"saved {url}"
-        )
+        worker.wait_event("CheckpointSaved", url=url)
 
 
 def end_all(workers: list[Worker]) -> None:
