@@ -160,7 +160,8 @@ def refusal(hello: coordinator_pb2.Hello, policy: RunPolicy, record: HistoryReco
     if record.layout_digest and hello.layout_digest != record.layout_digest:
         return LayoutMismatch(
             f"worker {name} has layout {hello.layout_digest.hex()[:16] or 'none'}, the run has "
-            f"{record.layout_digest.hex()[:16]}: start it with the run's model, optimizers, schedulers and parts"
+            f"{record.layout_digest.hex()[:16]}: start it with the run's model, optimizers, schedulers, parts, "
+            "gradient_codec and bucket_bytes"
         )
     return None
 

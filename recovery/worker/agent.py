@@ -28,7 +28,7 @@ from recovery.snapshot import Snapshots
 from recovery.state import WorkerState, numerics_id
 from recovery.types import NO_VERSION, Address, Cut, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
 from recovery.worker.addresses import host_towards
-from recovery.worker.averaging import Averager
+from recovery.worker.averaging import Averager, terms_digest
 from recovery.worker.boundary import Boundary
 from recovery.worker.chain import Chain, Recovered
 from recovery.worker.checkpoints import Checkpoints
@@ -37,6 +37,7 @@ from recovery.worker.context import Context
 from recovery.worker.dispatch import Dispatcher
 from recovery.worker.donor_loop import DonorLoop
 from recovery.worker.epochs import Epochs
+from recovery.worker.gradient_codec import codec_named
 from recovery.worker.groups import EpochGroups
 from recovery.worker.inbox import Inbox
 from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
@@ -89,7 +90,7 @@ class Agent:
         self._context = context
         self._epochs = Epochs(context)
         self._groups = EpochGroups(client.key_value, host, config.progress_timeout_seconds)
-        self._averager = Averager(config.bucket_bytes)
+        self._averager = Averager(config.bucket_bytes, codec_named(config.gradient_codec))
         self._reporter = Reporter(context)
         self._checkpoints = Checkpoints(context)
         peers = PeerSource(context)
@@ -340,7 +341,7 @@ class Agent:
             run_id=context.config.run_id,
             worker=to_proto(context.worker),
             numerics_id=numerics_id(),
-            layout_digest=self._layout_digest,
+            layout_digest=terms_digest(self._layout_digest, context.config.gradient_codec, context.config.bucket_bytes),
             held=to_proto(stand.version) if holds else None,
             held_fingerprint=stand.fingerprint if holds else b"",
             peer_addresses=[to_proto(self._peer_server.address)],

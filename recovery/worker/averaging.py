@@ -139,6 +139,11 @@ class Averager:
         return self._results if same else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
 
 
+def terms_digest(layout_digest: bytes, codec_name: str, bucket_bytes: int) -> bytes:
+    """Return the digest of what all workers of a run must have in common: their layout, and how they average."""
+    return blake3.blake3(layout_digest + repr((codec_name, bucket_bytes)).encode()).digest()
+
+
 def reference_mean(
     contributions: Sequence[Sequence[Tensor]], weights: Sequence[float], codec: GradientCodec = _PLAIN
 ) -> list[Tensor]:
@@ -158,14 +163,6 @@ def reference_mean(
             [(means[index], start, stop) for index, start, stop in spans],
         )
     return means
-
-
-def sum_integers(values: Sequence[int], group: Collectives | None, timeout: float) -> list[int]:
-    """Return the sums of 64-bit integers over the group."""
-    if group is None:
-        return list(values)
-    everyone = _all_gather(torch.tensor(list(values), dtype=torch.int64), group, timeout)
-    return [int(total) for total in everyone.reshape(group.size(), -1).sum(dim=0)]
 
 
 def _rounded(rows: Tensor, codec: GradientCodec) -> Tensor:

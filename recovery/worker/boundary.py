@@ -6,7 +6,7 @@ State of one boundary, all on the training thread::
       ^                    |                  |-- COMMITTED: the caller applies; the version grows at the block's end
       |                    v                  |-- ABORTED:   nothing was applied anywhere; arrive again
       +------------- epoch failed <-----------+-- EXCLUDED:  recover, leave the block (StateReplaced)
-                                              +-- PAUSED:    raise RunPaused
+                                              +-- PAUSED:    stand here until an operator chose, then recover
 
 Until COMMITTED nothing but the averager's own buffers is written.
 """
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import from_proto
-from recovery.errors import EpochAborted, MisuseError, RecoveryError, RunPaused, StateReplaced
-from recovery.worker.averaging import Averager, sum_integers
+from recovery.errors import EpochAborted, MisuseError, RecoveryError, RunPaused, StateReplaced, Stop
+from recovery.worker.averaging import Averager
 from recovery.worker.context import Context
 from recovery.worker.epochs import Epochs
 from recovery.worker.groups import EpochGroups
@@ -92,7 +92,7 @@ class Boundary:
 
         Raises:
             StateReplaced: this worker took its state from elsewhere; the ``with`` block swallows it.
-            RunPaused: the members disagree, and an operator has to choose.
+            RunPaused: the members disagree, and no operator chose within ``boundary_timeout_seconds``.
             RecoveryError: the coordinator ended this worker's part in the run.
         """
         if self._averaged:
@@ -128,8 +128,13 @@ class Boundary:
         self._epochs.pass_stage("averaging")
         try:
             group = self._groups.open(roster, rank)
+            run_tokens = self._averager.agree(contribution, [self._trainee.new_tokens], rank, group, timeout)[0]
             averaged = self._averager.average(contribution, weights, rank, group, timeout)
-            run_tokens = sum_integers([self._trainee.new_tokens], group, timeout)[0]
+        except Stop as error:
+            # Averaging once more would end the same way: this worker's own code or settings differ from the others'.
+            self._groups.drop(f"epoch {roster.epoch}: {error}")
+            self._epochs.fail(roster.epoch, f"{type(error).__name__}: {error}")
+            raise
         except (RuntimeError, RecoveryError) as error:
             # gloo raises RuntimeError for a dead peer, a closed socket and a timeout alike. The buffers of this epoch
             # may still be written by abandoned operations: the group and the buffers go.
@@ -158,7 +163,8 @@ class Boundary:
         if outcome.verdict == pb.VERDICT_EXCLUDED:
             self._trainee.replace_state(f"excluded from epoch {outcome.epoch}: {outcome.reason}")
             raise StateReplaced(outcome.reason)
-        raise RunPaused(outcome.reason or "the run is paused: ask `recovery status`")
+        self._epochs.wait_for_operator(outcome.reason or "the run is paused: ask `recovery status`")
+        raise EpochAborted("an operator chose whose state is the run's")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

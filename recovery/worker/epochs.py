@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import from_proto, to_proto
 from recovery.errors import RecoveryError, RunPaused
 from recovery.events import BoundaryStage
 from recovery.worker.context import Context
+
+logger = logging.getLogger(__name__)
 
 _REPLACED = object()
 
@@ -77,6 +81,22 @@ class Epochs:
                 self.pass_stage("rostered")
                 context.standing.waits_for(f"the members of epoch {found.epoch} to average")
                 return found
+
+    def wait_for_operator(self, reason: str) -> None:
+        """Stand at the boundary of a paused run until an operator has chosen; the choice stays in the inbox.
+
+        Raises:
+            RunPaused: no choice came within ``boundary_timeout_seconds``; the message names the choices.
+        """
+        context = self._context
+        logger.error("%s: the run is paused: %s", context.worker, reason)
+        context.standing.waits_for(f"an operator: {reason}")
+        with context.snapshots.standing():
+            chosen = context.inbox.wait(
+                lambda: context.inbox.has_directive() or None, context.config.boundary_timeout_seconds, lambda: None
+            )
+        if chosen is None:
+            raise RunPaused(f"{context.worker}: {reason}")
 
     def pass_stage(self, stage: str) -> None:
         """Tell the event sink that this worker is at a named place of the boundary."""

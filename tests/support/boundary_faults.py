@@ -123,7 +123,7 @@ class Scene:
             target = Address.parse(self._fleet.address)
             for name in (f"w{number}" for number in range(self._size)):
                 self._proxies[name] = stack.enter_context(CutProxy(target))
-                self._start(name)
+                self.start(name)
             for worker in self.workers.values():
                 wait_commit(worker, 1)
             self._stack = stack.pop_all()
@@ -134,7 +134,8 @@ class Scene:
     ) -> None:
         self._stack.close()
 
-    def _start(self, name: str) -> Worker:
+    def start(self, name: str) -> Worker:
+        """Start a process of that name; the one before it, if any, has ended."""
         self._starts += 1
         agent: dict[str, Any] = {"coordinator": str(self._proxies[name].address), "inner_steps_per_phase": INNER_STEPS}
         worker = self._fleet.worker(name, seed=self._starts, agent=agent, step_seconds=STEP_SECONDS)
@@ -179,7 +180,7 @@ class Scene:
         worker = self.workers[name]
         match fault:
             case Fault.KILL:
-                self._start(name)
+                self.start(name)
             case Fault.STOP:
                 worker.command(do="go_on")
                 worker.signal(signal.SIGCONT)

@@ -9,7 +9,7 @@ Says what happens as JSON lines on standard output, obeys JSON lines on standard
   thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
   test knows where it was.
 
-- ``skew``: from this outer step on the worker's averages differ from everybody else's in one bit.
+- ``skew``: from this outer step of lineage 1 on the worker's averages differ from everybody else's in one bit.
 
 Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``,
 ``{"do": "halt", "plan": {...}}`` (a new halt, in place of the one before).
@@ -35,6 +35,7 @@ from recovery.state import describe
 from recovery.types import Cut, NumericsId, RunId
 from recovery.worker import Agent, AgentConfig
 from recovery.worker.averaging import Averager, Collectives
+from recovery.worker.gradient_codec import codec_named
 from tests.support.toy import Toy
 
 
@@ -89,8 +90,8 @@ class Halt:
 class SkewedAverager(Averager):
     """Differs from everybody else in one bit, as a worker does whose memory or processor fails while it averages."""
 
-    def __init__(self, bucket_bytes: int, agent: Agent, since: int) -> None:
-        super().__init__(bucket_bytes)
+    def __init__(self, agent: Agent, since: int) -> None:
+        super().__init__(agent.config.bucket_bytes, codec_named(agent.config.gradient_codec))
         self._agent = agent
         self._since = since
 
@@ -103,7 +104,7 @@ class SkewedAverager(Averager):
         timeout: float,
     ) -> list[Tensor]:
         means = super().average(tensors, weights, rank, group, timeout)
-        if self._agent.version.outer_step >= self._since:
+        if self._agent.version.lineage == 1 and self._agent.version.outer_step >= self._since:
             means[0].view(-1).view(torch.int32)[0].bitwise_xor_(1)
         return means
 
@@ -153,7 +154,7 @@ def main(plan: dict[str, Any]) -> int:
     threading.Thread(target=listen, daemon=True).start()
     agent = Agent(toy.state, AgentConfig(**plan["agent"]), events=halt)
     if "skew" in plan:
-        agent._averager = SkewedAverager(agent.config.bucket_bytes, agent, int(plan["skew"]))
+        agent._averager = SkewedAverager(agent, int(plan["skew"]))
     try:
         with agent:
             voice.say(
