@@ -12,7 +12,7 @@ from ckpt.layout import REPLICATED_FOLDER, is_manifest_name, parse_worker_folder
 from ckpt.reader import open_checkpoint
 from ckpt.storage import Storage
 from recovery.errors import BadConfiguration, CheckpointRejected
-from recovery.types import RunId, Version
+from recovery.types import RunId, Version, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,17 @@ class Verdict:
     reason: str
 
 
-def decide(steps: Iterable[Step], policy: RetentionPolicy, verified: Callable[[Step], bool]) -> list[Verdict]:
+def is_whole(step: Step) -> bool:
+    """Return whether a step can be restored: what a root of replicated parts is kept for."""
+    return step.whole
+
+
+def decide(
+    steps: Iterable[Step],
+    policy: RetentionPolicy,
+    verified: Callable[[Step], bool],
+    worth: Callable[[Step], bool] = is_whole,
+) -> list[Verdict]:
     """Return a verdict for every step, newest first. Touches nothing.
 
     A step goes only if ``policy.keep_newest`` newer ones are whole and *verified*: a newest step that is torn or
@@ -51,7 +61,8 @@ def decide(steps: Iterable[Step], policy: RetentionPolicy, verified: Callable[[S
     Args:
         steps: As the catalog found them, in any order.
         policy: What stays.
-        verified: Tells whether a whole step's every byte agrees; asked newest first and no more often than needed.
+        verified: Tells whether every byte of a step worth keeping agrees; asked newest first, no more than needed.
+        worth: Tells which steps the root is kept for.
     """
     verdicts = []
     good = 0
@@ -59,13 +70,13 @@ def decide(steps: Iterable[Step], policy: RetentionPolicy, verified: Callable[[S
         if step.state is StepState.FOREIGN:
             verdicts.append(Verdict(step.version, False, f"not ours: {step.reason}"))
         elif good < policy.keep_newest:
-            if step.whole and verified(step):
+            if worth(step) and verified(step):
                 good += 1
                 verdicts.append(Verdict(step.version, False, f"verified, number {good} of {policy.keep_newest}"))
             else:
-                why = "damaged" if step.whole else f"torn: {step.reason}"
+                why = "damaged" if worth(step) else f"torn: {step.reason}"
                 verdicts.append(Verdict(step.version, False, f"{why}; too few newer steps are verified to let it go"))
-        elif step.whole and policy.keep_every and step.version.outer_step % policy.keep_every == 0:
+        elif worth(step) and policy.keep_every and step.version.outer_step % policy.keep_every == 0:
             verdicts.append(Verdict(step.version, False, f"kept for ever: a multiple of {policy.keep_every}"))
         else:
             verdicts.append(Verdict(step.version, True, f"{policy.keep_newest} newer steps are verified"))
@@ -75,20 +86,32 @@ def decide(steps: Iterable[Step], policy: RetentionPolicy, verified: Callable[[S
 class Retention:
     """Applies a policy to one root. One at a time a root; may run on any thread."""
 
-    def __init__(self, storage: Storage, run_id: RunId, policy: RetentionPolicy) -> None:
+    def __init__(
+        self, storage: Storage, run_id: RunId, policy: RetentionPolicy, worker_id: WorkerId | None = None
+    ) -> None:
+        """Store references.
+
+        Args:
+            storage: The root.
+            run_id: Whose steps may go.
+            policy: What stays.
+            worker_id: Whose disk it is: where no replicated parts are saved at all, since another worker saves them
+                elsewhere, steps are kept for this worker's private parts.
+        """
         self._storage = storage
+        self._worker_id = worker_id
         self._policy = policy
         self._catalog = Catalog(storage, run_id)
         self._run_id = run_id
         self._verified: set[tuple[Version, bytes]] = set()
 
     def trust(self, step: Version, fingerprint: bytes) -> None:
-        """Take a step as verified: the caller has just read every byte of it."""
+        """Take a step's replicated parts as verified: the caller has just read every byte of them."""
         self._verified.add((step, fingerprint))
 
     def plan(self) -> list[Verdict]:
         """Return what ``run`` would do now."""
-        return decide(self._catalog.steps(), self._policy, self._is_verified)
+        return self._decide(self._catalog.steps())
 
     def run(self) -> list[Verdict]:
         """Delete what may go; return what was decided, with the reason where a deletion did not happen.
@@ -103,11 +126,36 @@ class Retention:
         ours = {step.version: step for step in steps}
         names = _names(steps)
         verdicts = []
-        for verdict in decide(steps, self._policy, self._is_verified):
+        for verdict in self._decide(steps):
             if verdict.delete:
                 verdict = self._delete(ours[verdict.version], verdict, names)
             verdicts.append(verdict)
         return verdicts
+
+    def _decide(self, steps: Sequence[Step]) -> list[Verdict]:
+        owner = self._worker_id
+        if owner is None or any(step.records for step in steps if step.state is not StepState.FOREIGN):
+            return decide(steps, self._policy, self._is_verified)
+        return decide(steps, self._policy, self._is_private_verified, lambda step: owner in step.workers)
+
+    def _is_private_verified(self, step: Step) -> bool:
+        owner = self._worker_id
+        assert owner is not None
+        try:
+            for rank in range(step.local_ranks_of[owner]):
+                with open_checkpoint(
+                    self._storage,
+                    step.version,
+                    run_id=self._run_id,
+                    worker_id=owner,
+                    local_rank=rank,
+                    num_local_ranks=step.local_ranks_of[owner],
+                ) as checkpoint:
+                    checkpoint.verify()
+        except CheckpointRejected as error:
+            logger.warning("retention does not count %s: %s", step.version, error)
+            return False
+        return True
 
     def _is_verified(self, step: Step) -> bool:
         key = (step.version, step.records[0].manifest.fingerprint)

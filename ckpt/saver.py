@@ -82,7 +82,7 @@ class Saver:
         self._clock = clock or SystemClock()
         self._callbacks = tuple(callbacks)
         self._then = then
-        self._retention = Retention(storage, run_id, config.retention) if config.retention else None
+        self._retention = Retention(storage, run_id, config.retention, worker.worker_id) if config.retention else None
         self._changed = threading.Condition()
         self._queue: deque[_Task] = deque()
         self._in_flight = 0
@@ -92,6 +92,7 @@ class Saver:
         self._unseen: CheckpointFailed | None = None
         self._last_failure = ""
         self._last_saved: Version | None = None
+        self._last_of: dict[bool, Version] = {}
 
     def start(self) -> None:
         """Start the thread; a second call does nothing."""
@@ -278,12 +279,10 @@ class Saver:
         return reports
 
     def _previous(self, opened: ExitStack) -> list[Checkpoint]:
-        version = self._last_saved
-        if version is None:
-            newest = Catalog(self._storage, self._run_id).newest()
-            version = newest.version if newest is not None else None
         found: list[Checkpoint] = []
+        newest = None if len(self._last_of) == 2 else Catalog(self._storage, self._run_id).newest()
         for private in (False, True):
+            version = self._last_of.get(private, newest.version if newest is not None else None)
             if version is not None:
                 try:
                     found.append(opened.enter_context(self._open(version, private=private)))
@@ -300,6 +299,17 @@ class Saver:
             local_rank=self._worker.local_rank,
             num_local_ranks=self._worker.num_local_ranks,
         )
+
+    def _retain(self, reports: Sequence[WriteReport]) -> None:
+        assert self._retention is not None
+        replicated = [report for report in reports if _is_replicated(report)]
+        # Where somebody else saves the replicated parts, it is for that one to retain, unless they are not here at all.
+        if not replicated and Catalog(self._storage, self._run_id).newest() is not None:
+            return
+        if self._config.verify_after and self._worker.num_local_ranks == 1:
+            for report in replicated:
+                self._retention.trust(report.manifest.cut.version, report.manifest.fingerprint)
+        self._retention.run()
 
     def _note_failure(self, task: _Task, failure: CheckpointFailed) -> None:
         with self._changed:
@@ -319,6 +329,8 @@ class Saver:
             self._in_a_row = 0
             self._unseen = None
             self._last_saved = version
+            for report in task.ticket.reports:
+                self._last_of[not _is_replicated(report)] = version
         for report in task.ticket.reports:
             logger.info(
                 "%s (rank %d of %d): saved %s, %d bytes, %d of them linked, in %.2f s",
@@ -342,12 +354,8 @@ class Saver:
         for callback in self._callbacks:
             if callback.saved is not None:
                 _guarded(callback.saved, task.ticket.reports)
-        if self._retention is not None and any(map(_is_replicated, task.ticket.reports)):
-            if self._config.verify_after:
-                for report in task.ticket.reports:
-                    if _is_replicated(report) and self._worker.num_local_ranks == 1:
-                        self._retention.trust(version, report.manifest.fingerprint)
-            _guarded(lambda retention: retention.run(), self._retention)
+        if self._retention is not None:
+            _guarded(self._retain, task.ticket.reports)
         if self._then is not None:
             _guarded(self._then, version)
 

@@ -16,12 +16,12 @@ from ckpt.reader import open_checkpoint
 from ckpt.retention import RetentionPolicy
 from ckpt.saver import OnFailure, SaveCallbacks, Saver, SaverConfig, WhenFull
 from ckpt.values import Bytes, ValueSource
-from ckpt.writer import WriteReport
+from ckpt.writer import WriteReport, write_checkpoint
 from recovery.errors import CheckpointFailed, DonorRefused, MisuseError
 from recovery.events import CheckpointSaved, CheckpointSaveFailed, CheckpointSkipped, Recorder, TrainingThreadWaited
 from recovery.state.manifest import Manifest
 from recovery.types import Version
-from tests.unit.ckpt.states import OUTER, RUN, W0, source, storage, values
+from tests.unit.ckpt.states import OUTER, RUN, W0, private_values, replicated_values, source, storage, values
 
 WAIT = 60.0
 
@@ -330,6 +330,46 @@ def test_retention_runs_after_saves_and_unchanged_parts_are_linked(tmp_path: Pat
             saving.save([Held(seed)])
     assert [step.version.outer_step for step in Catalog(root, RUN).steps()] == [5, 4]
     a, b = (root.root / f"step_1_{k}" / "replicated" / "run_progress.safetensors" for k in (4, 5))
+    assert a.samefile(b)
+
+
+class Private(Held):
+    """A source of private parts only."""
+
+    def __init__(self, seed: int, version: Version | None = None) -> None:
+        inner = source(seed, version, of=private_values(seed))
+        ValueSource.__init__(self, inner.manifest, inner._parts)
+        self.go, self.reached, self.released = threading.Event(), threading.Event(), []
+        self.go.set()
+
+
+def test_a_disk_with_private_parts_alone_does_not_fill_up(tmp_path: Path) -> None:
+    """Another worker saves the replicated parts elsewhere: here, steps are kept for this worker's own parts."""
+    root = storage(tmp_path)
+    with saver(root, max_in_flight=9, retention=RetentionPolicy(keep_newest=2)) as saving:
+        for seed in range(1, 6):
+            saving.save([Private(seed)])
+    steps = Catalog(root, RUN).steps()
+    assert [(step.version.outer_step, step.workers) for step in steps] == [(5, ("w0",)), (4, ("w0",))]
+
+
+def test_a_private_save_does_not_retain_where_replicated_parts_are(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    for seed in (1, 2, 3):
+        write_checkpoint(root, [source(seed)])
+    with saver(root, retention=RetentionPolicy(keep_newest=1)) as saving:
+        saving.save([Private(9, Version(1, 4))])
+    assert [step.version.outer_step for step in Catalog(root, RUN).steps()] == [4, 3, 2, 1]
+
+
+def test_private_parts_are_linked_to_the_last_private_ones(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    with saver(root, max_in_flight=9) as saving:
+        for number in (1, 2):
+            replicated = source(number, of=replicated_values(number))
+            saving.save([replicated])
+            saving.save([Private(7, Version(1, number))])
+    a, b = (root.root / f"step_1_{k}" / "worker_w0" / "inner_optimizer.safetensors" for k in (1, 2))
     assert a.samefile(b)
 
 
