@@ -128,6 +128,7 @@ def save_in_child(server: subprocess.Popen[str], root: Path, at: int | None) -> 
     return result
 
 
+@pytest.mark.timeout(400)
 def test_sigkill_at_50_random_points_of_a_save(tmp_path: Path, server: subprocess.Popen[str]) -> None:
     """Automodel#3261, metaseq#53, prime-rl#1593: an interrupted save left a folder that later resumes chose."""
     whole = tmp_path / "whole"

@@ -268,6 +268,7 @@ def test_a_remote_that_is_gone_is_tried_again(tmp_path: Path) -> None:
     assert Catalog(remote, RUN).newest() is not None
 
 
+@pytest.mark.timeout(300)
 def test_a_server_that_is_cut_off_at_every_request_of_a_save_leaves_the_last_step_and_the_next_save_works(
     s3: S3,
 ) -> None:
