@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 # Options of the demo; the loss curves land in the named folder.
 DEMO ?= --out demo-out
+# Test files at once: most of the long ones wait for processes of their own.
+JOBS ?= 3
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -31,7 +33,7 @@ lint: $(READY) protos-check
 	$(VENV)/bin/lint-imports --no-logo
 
 test: $(READY) lint  ## everything that guards main; under 15 minutes
-	$(PY) -m pytest -m "not chaos and not storm" $(PYTEST)
+	$(PY) -m pytest -m "not chaos and not storm" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 chaos: $(READY)
 	$(PY) -m pytest -m chaos --timeout 600 $(PYTEST)
