@@ -14,6 +14,7 @@
     │   └── ManifestRejected        malformed, hostile, or not of the promised digest
     ├── TryNextSource           peers cannot help; disk or remote may
     │   ├── NoDonorLeft             every donor was tried
+    │   ├── CannotKeepUp            the run moves on faster than its state arrives
     │   └── CheckpointRejected      a checkpoint is torn, damaged, or of another run
     ├── Stop                    a person has to act
     │   ├── BadConfiguration        a setting, flag or address
@@ -91,6 +92,17 @@ class TryNextSource(RecoveryError):
 
 class NoDonorLeft(TryNextSource):
     """Every donor was tried, or none exists."""
+
+
+class CannotKeepUp(TryNextSource):
+    """The run moves on faster than its state arrives, or can be replayed: a faster link or longer phases are needed.
+
+    ``final``: trying again will not help.
+    """
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class CheckpointRejected(TryNextSource):

@@ -167,6 +167,39 @@ class TransferEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRestored(Event):
+    """A joiner's outer parts are whole at ``version``; the run may have moved on meanwhile."""
+
+    version: Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitReplayed(Event):
+    """A joiner took the outer step that led to ``version`` by the run's journal; its fingerprint is the sealed one."""
+
+    version: Version
+    num_bytes: int
+    fetch_seconds: float
+    replay_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalarsRefreshed(Event):
+    """A joiner took the scalars of a later cut: its moments are of an earlier one."""
+
+    cut: Cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatchUpRebased(Event):
+    """A joiner gives up its outer base at ``version`` and fetches a newer one."""
+
+    version: Version
+    times: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StateRestored(Event):
     version: Version
     source: str

@@ -127,6 +127,7 @@ class BoundaryDesk:
             if voter in epoch.positions
         )
         run.persist(EpochClosed(epoch.epoch, COMMITTED, created, result.digest, voters, reason, positions))
+        run.period_seconds = run.now - run.committed_at if run.committed_at else 0.0
         run.epoch, run.gather, run.committed_at = None, None, run.now
         self._tie_at = NO_VERSION
         self._run.blames.clear()

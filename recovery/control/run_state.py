@@ -56,6 +56,8 @@ class RunState:
         self.blames: dict[str, set[int]] = {}
         """Failed epochs of the present boundary by whom they were blamed on."""
         self.committed_at = 0.0
+        self.period_seconds = 0.0
+        """Between the last two commits that this coordinator saw; zero: unknown."""
         self.beginning: Beginning | None = None
         self.rates: dict[tuple[str, str], float] = {}
         self.num_transfers = 0

@@ -81,6 +81,8 @@ def waiting_line(run: RunState, member: Member, now: float) -> tuple[str, float]
     if not member.alive:
         return f"it is gone: {member.lost_reason}", member.lost_at
     match member.standing:
+        case Standing.IDLE if member.advertisement.waiting_for:
+            return member.advertisement.waiting_for, member.since
         case Standing.AWAITING | Standing.QUEUED | Standing.IDLE | Standing.FOREIGN:
             if member.last_no_donor is not None:
                 return member.last_no_donor.reason, member.since
@@ -94,7 +96,9 @@ def waiting_line(run: RunState, member: Member, now: float) -> tuple[str, float]
                 return "a ticket", member.since
             donors = ", ".join(transfer.donors)
             attempt = f"transfer {transfer.transfer_id}, attempt {transfer.attempt}"
-            return f"state of {transfer.version} from {donors} ({attempt})", member.since
+            says = member.advertisement.waiting_for
+            now_at = f": {says}" if says and not says.startswith("state from") else ""
+            return f"state of {transfer.version} from {donors} ({attempt}){now_at}", member.since
         case Standing.APPLYING:
             return f"itself to apply {record.committed}, which is committed", member.since
     return _at_boundary(run, member, now)

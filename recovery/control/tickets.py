@@ -299,6 +299,8 @@ class TicketDesk:
                 digest_size=32,
             ).digest(),
         )
+        if run.period_seconds:
+            ticket.outer_period.CopyFrom(duration(run.period_seconds))
         for index, name in enumerate(transfer.donors):
             ticket.donors.append(self.donor_of(run.members[name], member, private_parts=index == 0))
         run.tell(member, ticket)

@@ -237,6 +237,10 @@ class Snapshots:
         if version is not None:
             self._capture.between_steps(version, whole=not (self._use_hooks and self._hooks.sees_inner_steps))
 
+    def phase_begins(self) -> None:
+        """Local progress was replaced after the last ``publish``: inner steps are counted from here."""
+        self._inner_step_at_publish = self._state.local_progress.inner_step
+
     def lend_scalars(self) -> None:
         """As ``inner_boundary``, for those who wait for scalars alone: called before each inner step, hooks or not."""
         if not self._scalars.wanted:

@@ -7,6 +7,9 @@ earlier one.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from recovery.errors import LayoutMismatch, StateMismatch
 from recovery.state.agreement import layout_differences
 from recovery.state.digest import part_digests
@@ -74,12 +77,29 @@ def _restore_options(state: WorkerState, name: PartName, received: LooseParts) -
     own, value = part.read(), received.value(name)
     assert isinstance(own, dict)
     assert isinstance(value, dict)
-    part.attach({**value, **{key: own[key] for key in _MOMENTS & own.keys()}})
+    groups = [
+        _into_own_tensors(mine, theirs) for mine, theirs in zip(own["param_groups"], value["param_groups"], strict=True)
+    ]
+    part.attach({**value, "param_groups": groups, **{key: own[key] for key in _MOMENTS & own.keys()}})
     part.restored()
     spec, found = received.manifest.part(name), _without_moments(state, name)
     digests = [chunk.digest for chunk in spec.chunks]
     if found.tree != spec.tree or part_digests(found.bytes, received.manifest.digest_algorithm) != digests:
         raise StateMismatch(f"after restoring, the options of {name} are not those of {received.manifest.worker}")
+
+
+def _into_own_tensors(own: dict[str, object], donor: dict[str, object]) -> dict[str, object]:
+    """Return a group's options; a tensor among them (a learning rate) stays the object that schedulers write into."""
+    options = dict(donor)
+    for key, theirs in donor.items():
+        mine = own.get(key)
+        if not isinstance(theirs, Tensor) or not isinstance(mine, Tensor):
+            continue
+        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+            with torch.no_grad():
+                mine.copy_(theirs)
+            options[key] = mine
+    return options
 
 
 def _without_moments(state: WorkerState, name: PartName) -> LivePart:

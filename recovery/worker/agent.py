@@ -43,6 +43,7 @@ from recovery.worker.inbox import Inbox
 from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.peer_source import PeerSource
+from recovery.worker.replay import Replay
 from recovery.worker.reporter import Reporter
 from recovery.worker.standing import Standing
 
@@ -59,8 +60,24 @@ class Agent:
     """
 
     def __init__(
-        self, state: WorkerState, config: AgentConfig, *, events: EventSink | None = None, clock: Clock | None = None
+        self,
+        state: WorkerState,
+        config: AgentConfig,
+        *,
+        events: EventSink | None = None,
+        clock: Clock | None = None,
+        replay: Replay | None = None,
     ) -> None:
+        """Keep the objects that a worker consists of; nothing is opened.
+
+        Args:
+            state: What this worker's state is.
+            config: Settings.
+            events: Where events go; None: to the log.
+            clock: Source of time; None: the system's.
+            replay: What the loop's boundary block does with the averages, for catching up. None: they become the
+                gradients of the outer parameters, the outer optimizer steps, the live model is overwritten.
+        """
         clock = clock or SystemClock()
         events = events or LogSink()
         worker = WorkerRef(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex))
@@ -94,7 +111,7 @@ class Agent:
         self._reporter = Reporter(context)
         self._checkpoints = Checkpoints(context)
         peers = PeerSource(context)
-        self._chain = Chain(context, peers, self._checkpoints)
+        self._chain = Chain(context, peers, self._checkpoints, replay)
         self._donors = DonorLoop(context)
         self._orders = OrderDesk(context, self._checkpoints, self._donors, peers)
         self._dispatcher = Dispatcher(context, self._groups, self._orders, self._checkpoints)
@@ -271,6 +288,7 @@ class Agent:
         context.state.local_progress.inner_step = 0
         self._begin_phase(late=False)
         context.snapshots.publish(version)
+        context.snapshots.journal.record(version, run_tokens)
         context.standing.update(version=version, fingerprint=Fingerprint(b""))
         self._reporter.report_applied(self._epochs.last_epoch, version, position_of(kept))
         self._checkpoints.consider(version, kept)

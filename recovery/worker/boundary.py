@@ -109,6 +109,8 @@ class Boundary:
                 continue
             self._context.standing.waits_for("")
             self._context.snapshots.before_outer_update()
+            if self._context.snapshots.journal.begin(averaged):
+                self._averager.hand_over()
             self._averaged = True
             self._epochs.pass_stage("applying")
             return averaged

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import duration, from_proto, to_proto
-from recovery.errors import DonorLost, NoDonorLeft, RecoveryError, SourcesExhausted, Stop
+from recovery.errors import CannotKeepUp, DonorLost, NoDonorLeft, RecoveryError, SourcesExhausted, Stop
 from recovery.types import NO_VERSION, Fingerprint, Version
+from recovery.worker.catch_up import CatchUp
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.context import Context
 from recovery.worker.peer_source import PeerSource
+from recovery.worker.replay import Replay
 from recovery.worker.restored import Restored
 
 logger = logging.getLogger(__name__)
 
 _FINGERPRINT_TIMEOUT_SECONDS = 600.0
+_SLOW_LINK_SECONDS = 10.0
+"""A joiner whose link is too slow for the run measures it again after so long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +46,18 @@ class Recovered:
 class Chain:
     """Recovers one worker; training thread only."""
 
-    def __init__(self, context: Context, peers: PeerSource, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, context: Context, peers: PeerSource, checkpoints: Checkpoints, replay: Replay | None = None
+    ) -> None:
         self._context = context
         self._peers = peers
         self._checkpoints = checkpoints
+        self._catch_up = CatchUp(context, peers, replay)
         self._from_disk: Restored | None = None
         self._no_checkpoint = ""
         """Why this worker could not offer one when it was asked last."""
+        self._too_slow = ""
+        """What rate the last ticket would have needed, if that is what it failed for."""
 
     def recover(self, reason: str, *, ask: bool, from_worker: str = "") -> Recovered:
         """Do what the coordinator says until this worker holds the run's state.
@@ -60,11 +69,13 @@ class Chain:
 
         Raises:
             NoDonorLeft: no source within ``recover_timeout_seconds``.
+            CannotKeepUp: the link is too slow for the run, or replaying its commits gives another state.
             SourcesExhausted: no peer is expected and no checkpoint can be restored.
             LayoutMismatch: the donors train another model.
         """
         context = self._context
         context.standing.update(ready=False)
+        self._catch_up.begin()
         request = pb.WorkerMessage(recovery_request=pb.RecoveryRequest(reason=reason, from_worker_id=from_worker))
         deadline = context.clock.monotonic() + context.config.recover_timeout_seconds
         said_at = -1 if ask else context.inbox.attachments
@@ -81,6 +92,8 @@ class Chain:
             directive = context.inbox.wait(context.inbox.take_directive, left, meanwhile)
             recovered: Recovered | None = None
             match directive:
+                case None if self._too_slow:
+                    raise CannotKeepUp(f"{context.worker}: {self._too_slow}", final=True)
                 case None:
                     raise NoDonorLeft(
                         f"{context.worker}: no source of state within {context.config.recover_timeout_seconds} s "
@@ -89,7 +102,11 @@ class Chain:
                 case pb.BecomeOrigin():
                     recovered = self._begin_history(from_proto(directive.version))
                 case pb.Ticket():
+                    self._too_slow = ""
                     recovered = self._from_peers(directive)
+                    if self._too_slow:
+                        self._wait_for_a_faster_link(deadline)
+                        said_at = -1
                 case pb.NoDonor():
                     recovered = self._without_donor(directive)
             if recovered is not None:
@@ -131,11 +148,16 @@ class Chain:
             transfer_id=ticket.transfer_id, attempt=ticket.attempt, source=pb.RECOVERY_SOURCE_PEERS
         )
         try:
-            restored = self._peers.restore(ticket)
-            version = from_proto(ticket.version)
-            fingerprint = self._stand_at(version, expected=Fingerprint(ticket.fingerprint))
+            restored = self._catch_up.carry_out(ticket)
         except Stop:
             raise
+        except CannotKeepUp as error:
+            report.failure.CopyFrom(to_proto(error))
+            self._send_report(report)
+            if error.final:
+                raise
+            self._too_slow = str(error)
+            return None
         except RecoveryError as error:
             logger.warning(
                 "%s: attempt %d of transfer %s failed: %s", context.worker, ticket.attempt, ticket.transfer_id, error
@@ -145,7 +167,8 @@ class Chain:
             report.failure.CopyFrom(to_proto(told))
             self._send_report(report)
             return None
-        self._peers.forget()
+        version, fingerprint = restored.version, context.standing.read().fingerprint
+        context.standing.update(poisoned=False, ready=True)
         report.version.CopyFrom(to_proto(version))
         report.fingerprint = fingerprint
         report.payload_bytes = restored.payload_bytes
@@ -159,6 +182,14 @@ class Chain:
             num_tensors=restored.num_tensors,
             num_bytes=restored.num_bytes,
         )
+
+    def _wait_for_a_faster_link(self, deadline: float) -> None:
+        """Stay out of the run for a while, with the rate that is needed in the status; then it is tried again."""
+        context = self._context
+        logger.warning("%s: %s", context.worker, self._too_slow)
+        context.standing.waits_for(self._too_slow)
+        left = min(max(deadline - context.clock.monotonic(), 0.0), _SLOW_LINK_SECONDS)
+        context.inbox.wait(lambda: context.inbox.has_directive() or None, left, lambda: None)
 
     def _send_report(self, report: pb.RecoveryReport) -> None:
         for worker_id, failure in self._peers.donor_failures.items():
@@ -197,6 +228,7 @@ class Chain:
             )
             return
         fingerprint = self._stand_at(self._from_disk.version, ready=False)
+        self._catch_up.begin()  # what it holds now is the checkpoint's
         report = pb.RecoveryReport(
             version=to_proto(self._from_disk.version),
             fingerprint=fingerprint,

@@ -7,6 +7,7 @@ import logging
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import from_proto
 from recovery.errors import RunRefused
+from recovery.types import Fingerprint
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.context import Context
 from recovery.worker.groups import EpochGroups
@@ -52,6 +53,7 @@ class Dispatcher:
             case "evicted":
                 inbox.end(from_proto(message.evicted.failure))
             case "sealed":
+                inbox.put_sealed(from_proto(message.sealed.version), Fingerprint(message.sealed.fingerprint))
                 self._checkpoints.sealed(from_proto(message.sealed.version))
             case other:
                 logger.warning(

@@ -87,7 +87,8 @@ class DonorLoop:
             result = session.run()
         finally:
             with self._lock:
-                del self._sessions[session]
+                if self._sessions.pop(session):
+                    context.snapshots.journal.leave()
             self._show_slots()
         if result.error is not None:
             logger.info("%s: serving %s ended: %s", context.worker, result.joiner or "a joiner", result.error)
@@ -110,9 +111,12 @@ class DonorLoop:
         with self._lock:
             if self._drained:
                 raise DonorRefused(f"{context.worker} is drained")
-            served = sum(1 for transfer in self._sessions.values() if transfer)
-            if served >= context.config.donor_slots:
+            # A joiner that catches up begins one conversation after the other; the last may not have ended here yet.
+            others = {transfer for transfer in self._sessions.values() if transfer} - {opening.transfer_id}
+            if (served := len(others)) >= context.config.donor_slots:
                 raise DonorBusy(f"{context.worker} already serves {served} joiners")
+            if not self._sessions[session]:
+                context.snapshots.journal.enter()
             self._sessions[session] = opening.transfer_id
         self._show_slots()
 

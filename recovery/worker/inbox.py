@@ -13,14 +13,16 @@ from typing import TypeVar
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.clock import Clock
+from recovery.control.wire import from_proto
 from recovery.errors import RecoveryError
-from recovery.types import Version
+from recovery.types import NO_VERSION, Fingerprint, Version
 
 Directive = pb.BecomeOrigin | pb.Ticket | pb.NoDonor
 
 T = TypeVar("T")
 
 _SLICE_SECONDS = 0.05
+_SEALS_KEPT = 16
 
 
 class Inbox:
@@ -37,6 +39,8 @@ class Inbox:
         self._end: RecoveryError | None = None
         self._attachments = 0
         self._welcome = pb.Welcome()
+        self._sealed: dict[Version, tuple[Fingerprint, float]] = {}
+        """Fingerprint, and when this worker heard of the seal; 0: long after it."""
 
     # Written by the dispatcher thread.
 
@@ -71,6 +75,14 @@ class Inbox:
         with self._changed:
             self._welcome = welcome
             self._attachments += 1
+            if welcome.HasField("sealed"):
+                self._note_sealed(from_proto(welcome.sealed), Fingerprint(welcome.sealed_fingerprint), 0.0)
+            self._changed.notify_all()
+
+    def put_sealed(self, version: Version, fingerprint: Fingerprint) -> None:
+        """Note what the run holds."""
+        with self._changed:
+            self._note_sealed(version, fingerprint, self._clock.monotonic())
             self._changed.notify_all()
 
     def end(self, error: RecoveryError) -> None:
@@ -91,6 +103,27 @@ class Inbox:
         """The newest Welcome; an empty one before the first."""
         with self._changed:
             return self._welcome
+
+    @property
+    def sealed(self) -> Version:
+        """The newest sealed version that this worker heard of; ``NO_VERSION``: none."""
+        with self._changed:
+            return max(self._sealed, default=NO_VERSION)
+
+    def fingerprint_of(self, version: Version) -> Fingerprint:
+        """Return the sealed fingerprint of a version; empty: not heard of, or too long ago."""
+        with self._changed:
+            return self._sealed.get(version, (Fingerprint(b""), 0.0))[0]
+
+    @property
+    def outer_period_seconds(self) -> float:
+        """Time between the two newest seals that this worker heard of as they happened; zero: unknown."""
+        with self._changed:
+            newest = sorted(self._sealed)[-2:]
+            times = [self._sealed[version][1] for version in newest]
+            if len(newest) < 2 or newest[0].next() != newest[1] or not all(times):
+                return 0.0
+            return times[1] - times[0]
 
     def has_directive(self) -> bool:
         """Return whether the coordinator wants this worker to take its state from somewhere.
@@ -156,6 +189,12 @@ class Inbox:
                 if self._clock.monotonic() >= deadline:
                     return None
                 self._changed.wait(_SLICE_SECONDS)
+
+    def _note_sealed(self, version: Version, fingerprint: Fingerprint, at: float) -> None:
+        if fingerprint:
+            self._sealed.setdefault(version, (fingerprint, at))
+        for old in sorted(self._sealed)[:-_SEALS_KEPT]:
+            del self._sealed[old]
 
     def _raise_end(self) -> None:
         if self._end is not None:

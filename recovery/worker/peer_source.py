@@ -1,4 +1,4 @@
-"""State from peers: one ticket, one attempt. Training thread, except ``cancel``.
+"""Bytes from the donors of a ticket, received and verified; ``catch_up`` says which. Training thread, ``cancel`` aside.
 
 What was verified survives a failed attempt: the restoration (whose memory holds the bytes) and the ledger (which
 chunks those are) go on to the next ticket. A worker that already holds a state starts from its own bytes, so that only
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.peer_service import Conversation, dial, probe_any
 from recovery.control.security import is_loopback
 from recovery.control.wire import from_proto
-from recovery.errors import DonorBusy, MisuseError, RecoveryError
+from recovery.errors import RecoveryError
+from recovery.events import Event, TransferProgress
+from recovery.protocol.ports import OnManifest
 from recovery.protocol.session import (
+    JOURNAL,
     OUTER,
     Attempt,
     ChunkLedger,
@@ -28,72 +31,124 @@ from recovery.protocol.session import (
     Role,
     TransferResult,
 )
-from recovery.state import Manifest, PartBytes, Restoration, RestoreMode
+from recovery.state import Manifest, PartBytes, Restoration, RestoreMode, RestoreReport
 from recovery.transport.link import Link
 from recovery.transport.process_group import JOINER_RANK, open_gloo_link
-from recovery.types import NO_VERSION, Address, Fingerprint, PartName, RunId, TransferId, Version
+from recovery.types import Address, Fingerprint, PartName, RunId, TransferId, Version
 from recovery.worker.context import Context
-from recovery.worker.restored import Restored
 
 logger = logging.getLogger(__name__)
 
 
 class PeerSource:
-    """Carries out tickets; owns what was received until it is committed."""
+    """Runs the conversations of tickets; owns what was received until it is committed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ledger = ChunkLedger()
         self._restorations: dict[Role, Restoration] = {}
+        self._staged = False
         self._lock = threading.Lock()
         self._session: JoinerSession | None = None
         self._transfer_id = ""
         self.donor_failures: dict[str, RecoveryError] = {}
-        """Donors that the last attempt dropped, by worker id."""
+        """Donors that failed the present ticket, by worker id."""
         self.donor_rates: dict[str, tuple[float, float]] = {}
-        """Bytes per second and round trip in seconds of the last attempt's donors, where measured."""
+        """Bytes per second and round trip in seconds of its donors, where measured."""
+        self.last_failures: dict[str, RecoveryError] = {}
+        """Donors that failed in the last conversation alone."""
 
-    def restore(self, ticket: pb.Ticket) -> Restored:
-        """Make the state in memory what the ticket's donors hold, verified leaf by leaf.
+    def begin(self, *, staged: bool) -> None:
+        """A new ticket is carried out.
+
+        Args:
+            staged: What is received must not touch the worker's state before it is whole: the worker has one.
+        """
+        self._staged = staged
+        self.donor_failures, self.donor_rates = {}, {}
+
+    def fetch(
+        self,
+        ticket: pb.Ticket,
+        *,
+        version: Version,
+        fingerprint: Fingerprint,
+        first: Role = OUTER,
+        donors: Sequence[pb.Donor] | None = None,
+        want_private: bool = False,
+        on_manifest: OnManifest | None = None,
+        on_progress: Callable[[TransferProgress, JoinerSession], None] | None = None,
+    ) -> TransferResult:
+        """Hold one conversation with each donor and return when everything asked for is verified in its destination.
+
+        Args:
+            ticket: Whose attempt this belongs to.
+            version: What is asked for; of what is captured at a cut, the least version.
+            fingerprint: That outer parts must have.
+            first: What the donors lend first.
+            donors: Those of the ticket to ask; None: all.
+            want_private: Ask for private-copied parts after it.
+            on_manifest: Makes destinations; None: the worker's own parts.
+            on_progress: Sees the transfer's progress, on this thread.
 
         Raises:
             NoDonorLeft: every donor failed; what arrived is kept for the next ticket.
-            DonorBusy: the donors are busy, or moved on to the next version meanwhile; likewise.
+            DonorBusy: every donor is busy; likewise.
             LayoutMismatch: the donors train another model; nothing was changed.
-            StateMismatch: after everything was written, memory differs from the manifest.
             TransferCancelled: an operator cancelled it.
         """
         context = self._context
-        attempt = self._attempt(ticket)
-        spool = self._open_spool()
+        spool = self._open_spool() if on_manifest is None else None
+
+        def sink(event: Event, /) -> None:
+            context.events(event)
+            if isinstance(event, TransferProgress) and on_progress is not None:
+                on_progress(event, session)
+
         session = JoinerSession(
-            attempt,
+            self._attempt(
+                ticket, version, fingerprint, first, ticket.donors if donors is None else donors, want_private
+            ),
             JoinerConfig(
                 progress_seconds=context.config.progress_timeout_seconds,
                 lanes=context.config.lanes,
-                delta=self._holds_state(),
+                delta=self._staged and first == OUTER,
             ),
             dial=self._dial,
             open_link=self._open_link,
-            on_manifest=self._on_manifest,
-            ledger=self._ledger,
+            on_manifest=on_manifest or self._on_manifest,
+            # What does not stay in the worker's own memory is nothing that a later attempt could find there.
+            ledger=self._ledger if on_manifest is None else ChunkLedger(),
             spool=spool,
             probe=self._round_trip,
-            events=context.events,
+            events=sink,
             clock=context.clock,
         )
         with self._lock:
             self._session, self._transfer_id = session, ticket.transfer_id
         try:
-            result = session.run()
+            return session.run()
         finally:
             with self._lock:
                 self._session, self._transfer_id = None, ""
-            self.donor_failures = dict(session.machine.failures)
-            self.donor_rates = session.machine.rates(context.clock.monotonic())
+            self.last_failures = dict(session.machine.failures)
+            if first != JOURNAL:  # an entry that is not kept is nobody's failure
+                self.donor_failures |= self.last_failures
+            self.donor_rates |= session.machine.rates(context.clock.monotonic())
             if spool is not None:
                 spool.close()
-        return self._commit(attempt.version, result)
+
+    def commit(self, role: Role) -> RestoreReport:
+        """Make what was received the worker's state. Others may be reading its present outer parts: they are saved.
+
+        Raises:
+            StateMismatch: after everything was written, memory differs from the manifest.
+        """
+        if role == OUTER:
+            self._context.snapshots.before_outer_update()
+        report = self._restorations[role].commit()
+        del self._restorations[role]
+        return report
 
     def cancel(self, transfer_id: str) -> None:
         """End the transfer, if it is under way; any thread."""
@@ -109,14 +164,22 @@ class PeerSource:
         if self._context.config.spool_path:
             Path(self._context.config.spool_path).unlink(missing_ok=True)
 
-    def _attempt(self, ticket: pb.Ticket) -> Attempt:
+    def _attempt(
+        self,
+        ticket: pb.Ticket,
+        version: Version,
+        fingerprint: Fingerprint,
+        first: Role,
+        donors: Sequence[pb.Donor],
+        want_private: bool,
+    ) -> Attempt:
         context = self._context
         return Attempt(
             run_id=RunId(context.config.run_id),
             transfer_id=TransferId(ticket.transfer_id),
             number=ticket.attempt,
-            version=from_proto(ticket.version),
-            fingerprint=Fingerprint(ticket.fingerprint),
+            version=version,
+            fingerprint=fingerprint,
             token=ticket.token,
             joiner=context.worker,
             layout_digest=context.state.layout_digest(),
@@ -128,28 +191,10 @@ class PeerSource:
                     private_parts=donor.private_parts,
                     measured_rate=donor.measured_rate,
                 )
-                for donor in ticket.donors
+                for donor in donors
             ),
-        )
-
-    def _commit(self, version: Version, result: TransferResult) -> Restored:
-        if result.private is None:
-            raise MisuseError("a transfer ended without private parts")
-        if result.private.cut.version != version:
-            raise DonorBusy(
-                f"{result.private.worker} passed the boundary to {result.private.cut.version} while {version} was on "
-                "its way: the newer version is asked for"
-            )
-        # Others may be reading this worker's present outer parts: they are saved before they are overwritten.
-        self._context.snapshots.before_outer_update()
-        reports = [self._restorations[role].commit() for role in sorted(self._restorations)]
-        return Restored(
-            version=version,
-            source="peers",
-            num_tensors=sum(report.num_tensors for report in reports),
-            num_bytes=sum(report.num_bytes for report in reports),
-            payload_bytes=result.payload_bytes,
-            reused_bytes=result.reused_bytes,
+            want_private=want_private,
+            first=first,
         )
 
     def _on_manifest(self, role: Role, manifest: Manifest) -> Mapping[PartName, PartBytes]:
@@ -161,7 +206,7 @@ class PeerSource:
     def _prepare(self, role: Role, manifest: Manifest) -> Restoration:
         state = self._context.state
         wanted = state.replicated_names if role == OUTER else state.private_copied_names
-        mode = RestoreMode.STAGED if self._holds_state() else RestoreMode.IN_PLACE
+        mode = RestoreMode.STAGED if self._staged else RestoreMode.IN_PLACE
         restoration = Restoration(state, manifest, mode=mode, parts=list(wanted))
         restoration.prepare()
         self._restorations[role] = restoration
@@ -174,10 +219,6 @@ class PeerSource:
                 for chunk in manifest.part(name).chunks:
                     destination.write(chunk.offset, mine.read(chunk.offset, chunk.num_bytes))
         return restoration
-
-    def _holds_state(self) -> bool:
-        stand = self._context.standing.read()
-        return stand.version != NO_VERSION and not stand.poisoned
 
     def _open_spool(self) -> ChunkSpool | None:
         path = self._context.config.spool_path

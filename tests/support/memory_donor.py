@@ -12,7 +12,7 @@ import torch
 
 from recovery.errors import DonorRefused
 from recovery.protocol.ports import Admit, DonorPeer, OpenLink
-from recovery.protocol.session import Attempt, DonorConfig, DonorResult, DonorSession, RateLimiter
+from recovery.protocol.session import OUTER, Attempt, DonorConfig, DonorResult, DonorSession, RateLimiter, Role
 from recovery.state.chunks import PartBytes
 from recovery.state.digest import chunk_digest
 from recovery.state.live_part import LivePart, describe, live_part
@@ -103,6 +103,9 @@ class MemorySnapshots:
     outer: Mapping[str, object]
     private: Mapping[str, object] = field(default_factory=dict)
     version: Version = VERSION
+    journal: Mapping[Version, object] = field(default_factory=dict)
+    """Entries by the version that they lead to."""
+    scalars: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.leases: list[MemoryLease] = []
@@ -124,15 +127,28 @@ class MemorySnapshots:
         future.set_result(lease)
         return future
 
+    def lease_scalars(self, holder: str, not_before: Version) -> Future[MemoryLease]:
+        self.private_requests.append(not_before)
+        future: Future[MemoryLease] = Future()
+        future.set_result(MemoryLease(*self._describe(self.scalars, PartClass.PRIVATE_COPIED, 9)))
+        return future
+
+    def lease_journal(self, version: Version, holder: str) -> MemoryLease:
+        if version not in self.journal:
+            raise DonorRefused(f"{self.name} keeps no entry that leads to {version}")
+        return MemoryLease(
+            *self._describe({"journal": self.journal[version]}, PartClass.REPLICATED, 0, version=version)
+        )
+
     def _describe(
-        self, values: Mapping[str, object], part_class: PartClass, inner_step: int
+        self, values: Mapping[str, object], part_class: PartClass, inner_step: int, version: Version | None = None
     ) -> tuple[Manifest, list[LivePart]]:
         parts = [live_part(PartName(name), part_class, value) for name, value in values.items()]
         manifest = describe(
             parts,
             run_id=RUN,
             worker=worker(self.name),
-            cut=Cut(self.version, inner_step),
+            cut=Cut(version or self.version, inner_step),
             numerics_id=NumericsId("test"),
             layout_digest=b"l" * 32,
         )
@@ -222,13 +238,20 @@ class Destinations:
         return torch.equal(wanted.read(0, wanted.num_bytes), found.read(0, found.num_bytes))
 
 
-def attempt(donors: list[MemoryDonor], *, number: int = 1, want_private: bool = True) -> Attempt:
+def attempt(
+    donors: list[MemoryDonor],
+    *,
+    number: int = 1,
+    want_private: bool = True,
+    lends: Role = OUTER,
+    version: Version | None = None,
+) -> Attempt:
     first = donors[0].snapshots
     return Attempt(
         run_id=RUN,
         transfer_id=TransferId("t1"),
         number=number,
-        version=first.version,
+        version=version or first.version,
         fingerprint=first.outer_manifest.fingerprint,
         token=b"token",
         joiner=worker("joiner"),
@@ -236,4 +259,5 @@ def attempt(donors: list[MemoryDonor], *, number: int = 1, want_private: bool = 
         data_host=HOST,
         donors=tuple(donor.peer for donor in donors),
         want_private=want_private,
+        first=lends,
     )

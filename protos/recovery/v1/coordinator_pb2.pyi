@@ -480,6 +480,7 @@ class Ticket(_message.Message):
     DONORS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    OUTER_PERIOD_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     fingerprint: _builtins.bytes
@@ -492,6 +493,10 @@ class Ticket(_message.Message):
     def version(self) -> _common_pb2.Version: ...
     @_builtins.property
     def donors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Donor]: ...
+    @_builtins.property
+    def outer_period(self) -> _duration_pb2.Duration:
+        """Time between the run's last two commits; absent: unknown."""
+
     def __init__(
         self,
         *,
@@ -502,10 +507,11 @@ class Ticket(_message.Message):
         donors: _abc.Iterable[Global___Donor] | None = ...,
         reason: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        outer_period: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outer_period", b"outer_period", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "fingerprint", b"fingerprint", "reason", b"reason", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "fingerprint", b"fingerprint", "outer_period", b"outer_period", "reason", b"reason", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
