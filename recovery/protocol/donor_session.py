@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -59,8 +60,11 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _RECEIVE_SECONDS = 0.5
-_WAIT_SECONDS = 24 * 3600.0
-"""A send has no deadline of its own: the machine watches progress and ends the conversation."""
+_WAIT_SECONDS = 600.0
+"""Longest wait for one message: the machine watches progress and ends the conversation long before. It bounds the life
+of a thread whose wait gloo does not end (see ``Link.shut``)."""
+_LET_GO_SECONDS = 0.5
+"""How long lanes' threads are waited for once their link is shut: then nothing of the leases is read any more."""
 _SENDS_PER_LANE = 4
 """Sends posted at once on a lane: while one is on the wire the next are ready."""
 
@@ -141,6 +145,7 @@ class DonorSession:
         self._cancelled_up_to = 0
         self._link: Link | None = None
         self._threads: list[threading.Thread] = []
+        self._lane_threads: set[threading.Thread] = set()
         self._share = 0
         self._finish: Finish | None = None
         self._capture: Future[SourceLease] | None = None
@@ -281,12 +286,14 @@ class DonorSession:
 
     # Threads
 
-    def _spawn(self, what: str, target: object) -> None:
+    def _spawn(self, what: str, target: object, *, of_lane: bool = False) -> None:
         thread = threading.Thread(target=target, name=f"recovery-donor-{what}", daemon=True)  # type: ignore[arg-type]
         with self._lock:
             if self._over.is_set():
                 return
             self._threads.append(thread)
+            if of_lane:
+                self._lane_threads.add(thread)
             thread.start()
 
     def _listen(self) -> None:
@@ -314,7 +321,7 @@ class DonorSession:
             self._link = link
             self._lanes = [queue.SimpleQueue() for _ in range(link.lanes)]
         for lane in range(link.lanes):
-            self._spawn(f"lane-{lane}", lambda lane=lane: self._serve_lane(link, lane))
+            self._spawn(f"lane-{lane}", lambda lane=lane: self._serve_lane(link, lane), of_lane=True)
         self._queue.put(LinkOpened(tuple(link.endpoints())))
 
     def _serve_lane(self, link: Link, lane: int) -> None:
@@ -386,8 +393,9 @@ class DonorSession:
                 lane.put(None)
             if not threads:
                 break
+            deadline = time.monotonic() + _LET_GO_SECONDS
             for thread in threads:
-                thread.join()
+                thread.join(max(0.0, deadline - time.monotonic()) if thread in self._lane_threads else None)
         if self._share:
             self._limiter.leave(self._share)
         if link is not None:

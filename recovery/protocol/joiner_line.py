@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,8 +17,11 @@ from recovery.protocol.ports import Dial, DonorPeer, JoinerConversation, OpenLin
 from recovery.transport.link import Link, Transfer
 
 _RECEIVE_SECONDS = 0.5
-_WAIT_SECONDS = 24 * 3600.0
-"""A lane's wait has no deadline of its own: the machine watches progress and shuts the link."""
+_WAIT_SECONDS = 600.0
+"""Longest wait for one message: the machine watches progress and shuts the link long before. It bounds the life of a
+thread whose wait gloo does not end (see ``Link.shut``)."""
+_LET_GO_SECONDS = 0.5
+"""How long lanes' threads are waited for once their link is shut: then no receive can be written any more."""
 
 
 class DonorLine:
@@ -54,6 +58,7 @@ class DonorLine:
         self._link: Link | None = None
         self._lanes: list[queue.SimpleQueue[tuple[int, Transfer] | None]] = []
         self._threads: list[threading.Thread] = []
+        self._lane_threads: set[threading.Thread] = set()
         self._closer: threading.Thread | None = None
 
     def start(self) -> None:
@@ -123,18 +128,21 @@ class DonorLine:
                 lane.put(None)
             if not threads:
                 break  # none was left, and after ``_cancelled`` none is started
+            deadline = time.monotonic() + _LET_GO_SECONDS
             for thread in threads:
-                thread.join()
+                thread.join(max(0.0, deadline - time.monotonic()) if thread in self._lane_threads else None)
         if link is not None:
             link.close()
         self._report(Quiet(self._peer.name))
 
-    def _spawn(self, what: str, target: Callable[[], None]) -> None:
+    def _spawn(self, what: str, target: Callable[[], None], *, of_lane: bool = False) -> None:
         with self._lock:
             if self._cancelled.is_set():
                 return
             thread = threading.Thread(target=target, name=f"recovery-joiner-{what}-{self._peer.name}", daemon=True)
             self._threads.append(thread)
+            if of_lane:
+                self._lane_threads.add(thread)
             thread.start()
 
     def _converse(self) -> None:
@@ -168,7 +176,7 @@ class DonorLine:
             self._link = link
             self._lanes = [queue.SimpleQueue() for _ in range(link.lanes)]
         for lane in range(link.lanes):
-            self._spawn(f"lane-{lane}", lambda lane=lane: self._wait_on(lane))  # type: ignore[misc]
+            self._spawn(f"lane-{lane}", lambda lane=lane: self._wait_on(lane), of_lane=True)  # type: ignore[misc]
         self._report(LinkOpened(name, link.lanes, tuple(link.endpoints()), link.round_trip_seconds()))
 
     def _wait_on(self, lane: int) -> None:

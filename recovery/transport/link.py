@@ -67,11 +67,15 @@ class Link(Protocol):
     def shut(self, reason: str) -> None:
         """Break the link: every blocked and later wait on it raises ``DonorLost(reason)`` within milliseconds.
 
+        One exception: gloo does not wake a wait for a message of which a part has moved when its connection ends, so
+        on a gloo link that one wait for each lane may stay until its own timeout. On return no posted receive can be
+        written any more either way, so nobody needs to wait for such a wait.
+
         Any thread, any number of times; the first reason stays. Does not block.
         """
 
     def close(self) -> None:
-        """Shut, then give back sockets and memory. Twice without harm. No wait may be in progress."""
+        """Shut, then give back sockets and memory. Twice without harm. No wait may be in progress but such a one."""
 
     def endpoints(self) -> list[str]:
         """Return ``local>remote`` of each socket in lane order of no meaning; empty where there are no sockets."""

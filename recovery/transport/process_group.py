@@ -31,6 +31,8 @@ DONOR_RANK = 0
 JOINER_RANK = 1
 
 _LONGEST_WAIT_SECONDS = 7 * 24 * 3600.0
+_BROKEN_WAIT_SECONDS = 0.01
+"""A wait on a link that is known to be broken: what has not ended by now never will."""
 
 
 class GroupHandle:
@@ -204,6 +206,11 @@ class GlooLink:
             self._broken = self._broken or reason
         self._handle.shut(reason)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the link was shut or has failed."""
+        return self._broken is not None
+
     def close(self) -> None:
         self.shut("closed")
         self._handle.close()
@@ -266,8 +273,9 @@ class GlooTransfer:
         # A second wait on a finished gloo operation blocks until the group's timeout, so it is refused here.
         if self.work is None or not self._waited.acquire(blocking=False):
             raise MisuseError("a transfer is waited for exactly once")
+        limit = _BROKEN_WAIT_SECONDS if self._link.is_broken else _LONGEST_WAIT_SECONDS
         try:
-            self.work.wait(timedelta(seconds=min(timeout_seconds, _LONGEST_WAIT_SECONDS)))
+            self.work.wait(timedelta(seconds=min(timeout_seconds, limit)))
         except RuntimeError as error:
             # The link keeps the tensor until it is closed: the pair is closed, but its memory is not ours to judge.
             raise self._link.broken(error) from error

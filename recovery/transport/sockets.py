@@ -30,6 +30,7 @@ _RTT_OFFSET = 68
 _BYTES_ACKED_OFFSET = 120
 _BYTES_RECEIVED_OFFSET = 128
 _TCP_INFO_BYTES = 136
+_DRAINED_BYTES = 1 << 20
 
 _opening = threading.Lock()
 """Held while a listener is being opened and looked for, so that this module's own users do not confuse each other."""
@@ -165,11 +166,17 @@ class SocketSet:
         return list(self._pairs)
 
     def shut(self) -> None:
-        """Shut every socket down in both directions: whoever is blocked on one is woken at once."""
+        """Shut every socket down in both directions: whoever is blocked on one is woken at once.
+
+        After this nobody gets another byte from them: the system takes none any more, and what it had is thrown away.
+        """
         with self._lock:
             for each in self._sockets:
                 with contextlib.suppress(OSError):  # the far end was faster
                     each.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):
+                    while each.recv(_DRAINED_BYTES, socket.MSG_DONTWAIT):
+                        pass
 
     def close(self) -> None:
         """Close the duplicates (not the library's own descriptors). Twice without harm."""
