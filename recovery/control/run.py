@@ -8,6 +8,7 @@ The machine has no IO, clock or thread. It is made of desks that share one ``Run
 
 * ``succession``: who has the history (origin, resume); ``lineage_orders``: rollback, adopt; both use ``beginnings``
 * ``boundary``: roster, votes, commit; with ``gathering`` before and ``sealing`` after
+* ``publishing``: steps that workers took without the coordinator
 * ``tickets``: who gets state from whom
 * ``orders``: what operators want of workers
 
@@ -40,6 +41,7 @@ from recovery.control.membership import Member, Standing, held_of, refusal
 from recovery.control.offers import OfferDesk
 from recovery.control.orders import OrderDesk
 from recovery.control.policy import RunPolicy
+from recovery.control.publishing import PublishDesk
 from recovery.control.record import HistoryRecord, RunSettled
 from recovery.control.run_state import AUTHORITIES, RunState, envelope
 from recovery.control.status import status_of
@@ -88,6 +90,7 @@ class RunMachine:
         """
         self._run = RunState(policy, history, wall_offset_seconds)
         self._boundary = BoundaryDesk(self._run)
+        self._publishing = PublishDesk(self._run, self._boundary.seals)
         self._tickets = TicketDesk(self._run, self._boundary.gathering)
         self._beginnings = BeginningDesk(self._run, self._boundary)
         self._offers = OfferDesk(self._run, self._tickets)
@@ -146,6 +149,7 @@ class RunMachine:
             self._lineage_orders.advance()
             self._succession.advance()
             self._boundary.advance()
+            self._publishing.advance()
             self._tickets.advance()
             self._orders.advance()
             if len(run.effects) == before:
@@ -256,7 +260,10 @@ class RunMachine:
                 version = from_proto(message.applied.version)
                 if member.standing is Standing.ORIGIN:
                     self._beginnings.reported(member, version, message.applied.fingerprint)
-                self._boundary.seals.applied(member, message.applied)
+                if message.applied.epoch == 0 and version > run.record.committed:
+                    self._publishing.published(member, message.applied)
+                else:
+                    self._boundary.seals.applied(member, message.applied)
             case "outcome_query":
                 self._boundary.query(member, message.outcome_query.epoch)
             case "order_result":

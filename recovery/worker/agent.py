@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +44,7 @@ from recovery.worker.inbox import Inbox
 from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.peer_source import PeerSource
+from recovery.worker.publications import Publications
 from recovery.worker.replay import Replay
 from recovery.worker.reporter import Reporter
 from recovery.worker.standing import Standing
@@ -108,6 +110,7 @@ class Agent:
         self._epochs = Epochs(context)
         self._groups = EpochGroups(client.key_value, host, config.progress_timeout_seconds)
         self._averager = Averager(config.bucket_bytes, codec_named(config.gradient_codec))
+        self._publications = Publications(context, self._epochs)
         self._reporter = Reporter(context)
         self._checkpoints = Checkpoints(context)
         peers = PeerSource(context)
@@ -297,6 +300,67 @@ class Agent:
         """Mark the state in memory as not verified; only a recovery lifts that."""
         logger.error("%s: the state is poisoned: %s", self.worker, reason)
         self._context.standing.update(poisoned=True, ready=False)
+
+    # For loops with an all-reduce of their own, in place of ``boundary``
+
+    def standing(self) -> AbstractContextManager[None]:
+        """Say that the training thread stays between two inner steps while the block runs, as in an all-reduce.
+
+        A joiner whose private parts come from this worker gets them meanwhile; otherwise it waits for an inner step.
+        """
+        return self._context.snapshots.standing()
+
+    def before_outer_update(self) -> None:
+        """Save what readers still need of the outer state, which may be overwritten from here on.
+
+        The outer optimizer's ``step`` says so by itself; needed by loops that write outer parameters in other ways.
+        """
+        self._context.snapshots.before_outer_update()
+
+    def publish(self, outer_step: int, *, run_tokens: int = 0) -> Version:
+        """Make the state in memory the run's next version; return the version that this worker stands at afterwards.
+
+        For loops that averaged by themselves. Nothing was voted on: the version is committed when everybody has
+        published it, or a majority has and the others were waited for. Whoever published another state, or none, takes
+        the majority's; if that is this worker, it has done so when this returns.
+
+        Args:
+            outer_step: Outer steps taken: one more than ``version.outer_step``.
+            run_tokens: Tokens that all workers together trained on in this phase; the same on every worker.
+
+        Raises:
+            MisuseError: ``outer_step`` is not the next one.
+            RunPaused: the version was not sealed within ``boundary_timeout_seconds``.
+            RecoveryError: the coordinator ended this worker's part in the run, or no source could give the state.
+        """
+        context, version = self._context, self.version.next()
+        if outer_step != version.outer_step:
+            raise MisuseError(f"publish({outer_step}): this worker stands at {self.version}, the next is {version}")
+        if context.standing.read().poisoned:
+            raise WorkerPoisoned(f"{self.worker}: the state in memory was not verified: recover again or stop")
+        kept = self.capture_kept()
+        context.state.run_progress.outer_step = version.outer_step
+        context.state.run_progress.tokens += run_tokens
+        context.state.local_progress.inner_step = 0
+        context.snapshots.publish(version)
+        fingerprint = self._publications.seal(version, position_of(kept))
+        if fingerprint is None:
+            self.poison(f"the run did not take the state that this worker published as {version}")
+            self._recover(f"published another {version}", ask=False)
+            return self.version
+        context.standing.update(version=version, fingerprint=fingerprint)
+        self._begin_phase(late=False)
+        self._checkpoints.consider(version, kept)
+        return version
+
+    def recover(self, reason: str) -> Version:
+        """Take the run's state from elsewhere, for example after an all-reduce of one's own failed; return its version.
+
+        Raises:
+            NoDonorLeft, SourcesExhausted: no source could give it.
+        """
+        self._recover(reason)
+        return self.version
 
     # Recovery
 

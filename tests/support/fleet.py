@@ -190,9 +190,10 @@ class Fleet:
     def worker(self, name: str, *, seed: int = 0, **plan: Any) -> Worker:
         """Start a worker; ``plan`` as in ``tests.support.worker_process``, ``agent`` completed here.
 
-        ``environment`` in the plan is added to the process's.
+        ``environment`` in the plan is added to the process's; ``module`` runs in place of ``worker_process``.
         """
         environment = {**os.environ, **plan.pop("environment", {})}
+        module = plan.pop("module", "tests.support.worker_process")
         agent = {
             "coordinator": self.address,
             "run_id": RUN_ID,
@@ -207,7 +208,7 @@ class Fleet:
         }
         plan = {"hidden": 64, "outer_steps": 1000, "step_seconds": 0.02, **plan, "agent": agent, "seed": seed}
         process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.support.worker_process", json.dumps(plan)],
+            [sys.executable, "-X", "faulthandler", "-m", module, json.dumps(plan)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -1,0 +1,55 @@
+"""Loops with an all-reduce of their own: what they publish becomes the history, or they take the others' state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.boundary_faults import INNER_STEPS, REPLICATED, STEP_SECONDS
+from tests.support.fleet import Fleet, Worker
+
+
+def publishers(fleet: Fleet, folder: Path, size: int, **damage: int) -> list[Worker]:
+    plan: dict[str, Any] = {
+        "module": "tests.support.publisher_process",
+        "agent": {"inner_steps_per_phase": INNER_STEPS},
+        "step_seconds": STEP_SECONDS,
+        "outer_steps": 4,
+        "size": size,
+        "meeting": str(folder / "meeting"),
+    }
+    names = [f"w{rank}" for rank in range(size)]
+    return [
+        fleet.worker(name, seed=rank, rank=rank, **({"damage": damage[name]} if name in damage else {}), **plan)
+        for rank, name in enumerate(names)
+    ]
+
+
+def assert_same_at(workers: list[Worker], version: str) -> None:
+    held = [worker.wait(lambda m: m["say"] == "boundary" and m["version"] == version, version) for worker in workers]
+    for other in held[1:]:
+        assert [part for part in REPLICATED if held[0]["parts"][part] != other["parts"][part]] == []
+
+
+def test_published_versions_are_sealed(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        workers = publishers(fleet, tmp_path, 2)
+        for step in range(1, 5):
+            assert_same_at(workers, f"L1.k{step}")
+        for worker in workers:
+            assert worker.end() == 0
+        with fleet.operator() as operator:
+            listed = operator.list()
+        assert (listed.sealed.lineage, listed.sealed.outer_step) == (1, 4)
+
+
+def test_who_publishes_another_state_takes_the_majoritys(tmp_path: Path) -> None:
+    """Field report: learning-at-home/hivemind#415, out-of-sync peers were believed."""
+    with Fleet(tmp_path) as fleet:
+        workers = publishers(fleet, tmp_path, 3, w1=2)
+        for step in range(1, 5):
+            assert_same_at(workers, f"L1.k{step}")
+        restored = [m["version"] for m in workers[1].heard if m.get("event") == "StateRestored"]
+        assert "L1.k2" in restored
+        others = [m["version"] for w in (workers[0], workers[2]) for m in w.heard if m.get("event") == "StateRestored"]
+        assert "L1.k2" not in others
