@@ -23,6 +23,7 @@ class ChildProcess:
         arguments: After the interpreter: ``["-m", "module", ...]`` or ``["-c", code]``.
         environment: Added to this process's environment.
         prefix: Before the interpreter: a command that becomes the one after it, such as ``ip netns exec NAME``.
+        interpreter: Another one than this process's.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         *,
         prefix: Sequence[str] = (),
+        interpreter: str = sys.executable,
     ) -> None:
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-X", "faulthandler", *arguments],
+            [*prefix, interpreter, "-X", "faulthandler", *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             stdin=subprocess.PIPE,
