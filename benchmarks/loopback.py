@@ -74,6 +74,7 @@ class SocketConversation(Generic[Sent, Got]):
     """Letters over one local stream socket; a thread reads."""
 
     def __init__(self, connection: Connection, got: type[Got]) -> None:
+        self.round_trip_seconds: float | None = None
         self._connection = connection
         self._got = got
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -227,6 +228,12 @@ class _Source:
         future: Future[_Lease] = Future()
         future.set_exception(DonorRefused("the benchmark's donor has no private parts"))
         return future
+
+    def lease_scalars(self, holder: str, not_before: Version) -> Future[_Lease]:
+        return self.lease_private(holder, not_before)
+
+    def lease_journal(self, version: Version, holder: str) -> _Lease:
+        raise DonorRefused("the benchmark's donor keeps no journal")
 
 
 def raw_send(handle: GroupHandle, tensors: list[torch.Tensor]) -> None:
