@@ -32,6 +32,8 @@ class StreamConversation(Generic[Sent, Got]):
         self._outbox: Mailbox[Sent] = Mailbox(MAX_WAITING_LETTERS)
         self._on_close: Callable[[], None] = lambda: None
         self.close_reason = ""
+        self.round_trip_seconds: float | None = None
+        """Of an empty call on the stream's connection; None: not measured, as at the donor's end."""
 
     def send(self, letter: Sent) -> None:
         """Queue a letter; does not wait for it to arrive.

@@ -75,6 +75,21 @@ def probe(
         RunRefused: the peer belongs to another run, or the credentials are wrong.
         BadConfiguration: ``payload_bytes``, or a plaintext channel beyond loopback.
     """
+    result, channel = _probed(address, security, run_id, sender, payload_bytes, timeout_seconds, dial_back)
+    channel.close()
+    return result
+
+
+def _probed(
+    address: Address,
+    security: SecurityConfig,
+    run_id: RunId | str,
+    sender: WorkerRef | None,
+    payload_bytes: int,
+    timeout_seconds: float,
+    dial_back: Sequence[Address],
+) -> tuple[ProbeResult, grpc.Channel]:
+    """As ``probe``; also return the channel, still open: over a long path a second one would cost as long again."""
     if not 0 <= payload_bytes <= MAX_PROBE_BYTES:
         raise BadConfiguration(f"a probe carries 0 to {MAX_PROBE_BYTES} bytes, not {payload_bytes}")
     channel = open_channel(address, security, what="the peer")
@@ -88,24 +103,36 @@ def probe(
         started = time.monotonic()
         _answer(address, lambda: stub.Probe(request, timeout=timeout_seconds))
         round_trip = time.monotonic() - started
-        request.payload = bytes(payload_bytes)
-        started = time.monotonic()
-        response = _answer(address, lambda: stub.Probe(request, timeout=timeout_seconds))
-        took = time.monotonic() - started
-        if len(response.payload) != payload_bytes:
-            raise PeerUnreachable(
-                f"the peer at {address} sent {len(response.payload)} of {payload_bytes} bytes of a probe back"
-            )
+        rate = _payload_rate(stub, request, address, payload_bytes, round_trip, timeout_seconds)
         if dial_back:
             _require_way_back(stub, address, run_id, sender, dial_back, timeout_seconds)
-        return ProbeResult(
-            address=address,
-            receiver=receiver,
-            round_trip_seconds=round_trip,
-            bytes_per_second=2 * payload_bytes / max(took - round_trip, 1e-4),
-        )
-    finally:
+    except BaseException:
         channel.close()
+        raise
+    result = ProbeResult(address=address, receiver=receiver, round_trip_seconds=round_trip, bytes_per_second=rate)
+    return result, channel
+
+
+def _payload_rate(
+    stub: peer_pb2_grpc.PeerServiceStub,
+    request: peer_pb2.ProbeRequest,
+    address: Address,
+    payload_bytes: int,
+    round_trip_seconds: float,
+    timeout_seconds: float,
+) -> float:
+    """Return bytes per second of a payload that goes there and back; 0 without one."""
+    if not payload_bytes:
+        return 0.0
+    request.payload = bytes(payload_bytes)
+    started = time.monotonic()
+    response = _answer(address, lambda: stub.Probe(request, timeout=timeout_seconds))
+    took = time.monotonic() - started
+    if len(response.payload) != payload_bytes:
+        raise PeerUnreachable(
+            f"the peer at {address} sent {len(response.payload)} of {payload_bytes} bytes of a probe back"
+        )
+    return 2 * payload_bytes / max(took - round_trip_seconds, 1e-4)
 
 
 def probe_any(
@@ -135,20 +162,31 @@ def probe_any(
         PeerUnreachable: none answers; the message has the reason for each.
         RunRefused: an address answers and refuses this worker.
     """
+    result, channel = _first_that_answers(
+        addresses, security, run_id, sender, expected, peer_is_remote, payload_bytes, timeout_seconds
+    )
+    channel.close()
+    return result
+
+
+def _first_that_answers(
+    addresses: Sequence[Address],
+    security: SecurityConfig,
+    run_id: RunId | str,
+    sender: WorkerRef | None,
+    expected: WorkerRef | None,
+    peer_is_remote: bool,
+    payload_bytes: int,
+    timeout_seconds: float,
+) -> tuple[ProbeResult, grpc.Channel]:
+    """As ``probe_any``; also return the channel, still open."""
     reasons: list[str] = []
     for address in addresses:
         if peer_is_remote and is_loopback(address.host):
             reasons.append(f"{address}: is loopback, and the peer is on another machine")
             continue
         try:
-            result = probe(
-                address,
-                security,
-                run_id=run_id,
-                sender=sender,
-                payload_bytes=payload_bytes,
-                timeout_seconds=timeout_seconds,
-            )
+            result, channel = _probed(address, security, run_id, sender, payload_bytes, timeout_seconds, ())
         except Stop as refusal:
             # Wrong credentials or another run will be wrong at the next address too, and have to be said.
             if not isinstance(refusal, BadConfiguration):
@@ -159,9 +197,10 @@ def probe_any(
             reasons.append(str(error))
             continue
         if expected is not None and result.receiver is not None and result.receiver != expected:
+            channel.close()
             reasons.append(f"{address}: is worker {result.receiver} of another incarnation or name, not {expected}")
             continue
-        return result
+        return result, channel
     raise PeerUnreachable(
         f"{expected if expected is not None else 'the peer'} cannot be reached: "
         + ("; ".join(reasons) or "it gave no address")
@@ -186,17 +225,13 @@ def dial(
         PeerUnreachable: no address answers within ``timeout_seconds`` each; names every one and why.
         RunRefused: the donor refuses this worker's credentials or run.
     """
-    found = probe_any(
-        addresses,
-        security,
-        run_id=run_id,
-        sender=sender,
-        expected=expected,
-        peer_is_remote=peer_is_remote,
-        timeout_seconds=timeout_seconds,
+    found, channel = _first_that_answers(
+        addresses, security, run_id, sender, expected, peer_is_remote, 0, timeout_seconds
     )
     name = f"donor {found.receiver} at {found.address}" if found.receiver is not None else f"donor at {found.address}"
-    return _converse(open_channel(found.address, security, what="the donor"), name)
+    conversation = _converse(channel, name)
+    conversation.round_trip_seconds = found.round_trip_seconds
+    return conversation
 
 
 def _converse(channel: grpc.Channel, name: str) -> Conversation:

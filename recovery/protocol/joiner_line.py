@@ -31,7 +31,7 @@ class DonorLine:
         peer: The donor.
         report: Takes events; called from this line's threads.
         dial: Opens the stream.
-        probe: Measures the round trip before the stream is opened; None: not measured.
+        probe: Measures the round trip if ``dial`` did not; None: then it is not measured.
         open_link: Opens this end of the link.
         data_host: What the link binds.
     """
@@ -148,10 +148,12 @@ class DonorLine:
     def _converse(self) -> None:
         name = self._peer.name
         try:
-            round_trip = self._probe(self._peer) if self._probe is not None else None
             conversation = self._dial(self._peer)
             with self._lock:
                 self._conversation = conversation
+            round_trip = conversation.round_trip_seconds
+            if round_trip is None and self._probe is not None:
+                round_trip = self._probe(self._peer)
             self._report(Dialled(name, round_trip))
             while not self._cancelled.is_set():
                 letter = conversation.receive(_RECEIVE_SECONDS)

@@ -96,7 +96,7 @@ class JoinerSession:
         on_manifest: Makes destinations for a verified manifest.
         ledger: Kept by the caller across attempts; what is verified is noted there also when the attempt fails.
         spool: Kept across restarts of the process; None: not kept.
-        probe: Measures a donor's round trip in seconds before it is dialled; None: not measured.
+        probe: Measures a donor's round trip in seconds if ``dial`` did not; None: then it is not measured.
         events: Where events go.
         clock: Source of time.
     """

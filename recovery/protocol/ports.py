@@ -37,7 +37,13 @@ AT_A_CUT = (PRIVATE, SCALARS)
 
 
 class JoinerConversation(Protocol):
-    """The joiner's end of the direct stream to one donor. All methods may be called from different threads."""
+    """The joiner's end of the direct stream to one donor. All methods may be called from different threads.
+
+    Attributes:
+        round_trip_seconds: Measured while it was opened; None: it was not.
+    """
+
+    round_trip_seconds: float | None
 
     def send(self, letter: JoinerLetter, /) -> None:
         """Queue a letter. Raises: DonorLost: the stream has ended."""

@@ -35,6 +35,7 @@ class MemoryConversation(Generic[Sent, Got]):
     """One end. Letters that were sent before the end are received before its error is raised."""
 
     def __init__(self, pipe: _Pipe, mine: int, got: type[Got]) -> None:
+        self.round_trip_seconds: float | None = None
         self._pipe = pipe
         self._out = pipe.queues[1 - mine]
         self._in = pipe.queues[mine]

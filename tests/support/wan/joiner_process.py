@@ -61,6 +61,7 @@ class Joiner:
         where = Address.parse(plan["coordinator"])
         self._store = RendezvousKeyValue(open_channel(where, SECURITY, what="the coordinator"), str(where))
         self._links: list[GlooLink] = []
+        self._connected_at = 0.0
         self._me = worker(plan["name"])
 
     def attempt(self, order: Mapping[str, Any]) -> dict[str, object]:
@@ -71,6 +72,7 @@ class Joiner:
             self._ledger = MarkingLedger(self._state_bytes)
         self._ledger.marks = list(order["marks"])
         self._links.clear()
+        self._connected_at = 0.0
         config = dict(order["config"])
         planner = PlannerConfig(**config.pop("planner", {}))
         session = JoinerSession(
@@ -89,14 +91,15 @@ class Joiner:
             session.run()
         except RecoveryError as failure:
             error = f"{type(failure).__name__}: {failure}"
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
         if not error and not self._is_equal():
             error = "the bytes are not the donors'"
         machine = session.machine
         names = {str(worker(each["name"])): each["name"] for each in order["donors"]}
         return {
             "error": error,
-            "seconds": seconds,
+            "seconds": ended - began,
+            "connected_seconds": ended - (self._connected_at or began),
             "payload_bytes": machine.payload_bytes,
             "reused_bytes": machine.reused_bytes,
             "verified_bytes": machine.verified_bytes,
@@ -152,6 +155,7 @@ class Joiner:
             congestion_control=self._plan.get("congestion_control"),
             cancelled=cancelled,
         )
+        self._connected_at = self._connected_at or time.monotonic()
         self._links.append(link)
         return link
 

@@ -26,11 +26,13 @@ _START_SECONDS = 60.0
 class Result:
     """How an attempt ended. ``error`` empty: every byte is verified and equal to the donors'.
 
-    ``seconds`` runs from dialling to the last verified byte, or to the error.
+    ``seconds`` runs from dialling to the last verified byte, or to the error; ``connected_seconds`` from the first
+    link's opening on.
     """
 
     error: str
     seconds: float
+    connected_seconds: float
     payload_bytes: int
     reused_bytes: int
     verified_bytes: int
