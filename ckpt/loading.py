@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt.compose import Strictness, apply_values, whole_value
 from ckpt.part_reading import Progress
 from ckpt.reader import Checkpoint
-from recovery.state.parts import WorkerState
+from recovery.state.parts import LIVE_PARAMS, WorkerState
 from recovery.state.restore import Restoration, RestoreMode, RestoreReport
 from recovery.types import Cut, PartName, RunId, WorkerRef
 
@@ -60,7 +60,8 @@ class ExactLoad:
         self._ready.append(restoration)
 
     def commit(self, cut: Cut) -> Done:
-        return Done([restoration.commit() for restoration in self._ready])
+        received = {name for restoration in self._ready for name in restoration.part_names}
+        return Done([restoration.commit(live_follows=LIVE_PARAMS not in received) for restoration in self._ready])
 
 
 class MergedLoad:

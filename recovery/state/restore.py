@@ -97,6 +97,7 @@ class Restoration:
         self._names = [name for name in parts_to_restore(state, manifest, parts) if name not in found.by_part]
         self._receiving: dict[PartName, Receiving] | None = None
         self._committed = False
+        self._live_follows = True
 
     @property
     def manifest(self) -> Manifest:
@@ -142,8 +143,12 @@ class Restoration:
             raise MisuseError(f"part {part!r} is not among those restored: {', '.join(self._names)}")
         return receiving[part].bytes
 
-    def commit(self) -> RestoreReport:
+    def commit(self, *, live_follows: bool = True) -> RestoreReport:
         """Make the received bytes the worker's state, and prove it.
+
+        Args:
+            live_follows: Live parameters become what the outer ones are, unless they are restored here themselves.
+                False: another restoration, prepared before this commit, receives them.
 
         Raises:
             StateMismatch: staged, and bytes received are not the manifest's: nothing was changed. Or memory differs
@@ -156,6 +161,7 @@ class Restoration:
         receiving = self._prepared()
         if self._committed:
             raise MisuseError("this restoration was committed before: make a new one")
+        self._live_follows = live_follows and LIVE_PARAMS not in receiving
         if self._mode is RestoreMode.STAGED:
             self._check_received()
         landings = {name: one.land(partial(self._state.read_part, name)) for name, one in receiving.items()}
@@ -201,7 +207,7 @@ class Restoration:
     def _live_copies(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return the live parameters that become what the restored outer ones are."""
         restored = self._prepared()
-        return self._state.live_copies() if OUTER_PARAMS in restored and LIVE_PARAMS not in restored else []
+        return self._state.live_copies() if OUTER_PARAMS in restored and self._live_follows else []
 
     def _check_live_copies(self) -> None:
         for name, outer, live in self._live_copies():

@@ -22,6 +22,7 @@ from recovery.protocol.ports import OnManifest
 from recovery.protocol.session import (
     JOURNAL,
     OUTER,
+    PRIVATE,
     Attempt,
     ChunkLedger,
     ChunkSpool,
@@ -32,6 +33,7 @@ from recovery.protocol.session import (
     TransferResult,
 )
 from recovery.state import Manifest, PartBytes, Restoration, RestoreMode, RestoreReport
+from recovery.state.parts import LIVE_PARAMS
 from recovery.transport.link import Link
 from recovery.transport.process_group import JOINER_RANK, open_gloo_link
 from recovery.types import Address, Fingerprint, PartName, RunId, TransferId, Version
@@ -146,7 +148,9 @@ class PeerSource:
         """
         if role == OUTER:
             self._context.snapshots.before_outer_update()
-        report = self._restorations[role].commit()
+        # Fragments in the middle of their inner training are private: what was received of them must stay.
+        received_live = PRIVATE in self._restorations and LIVE_PARAMS in self._context.state.part_names
+        report = self._restorations[role].commit(live_follows=not received_live)
         del self._restorations[role]
         return report
 
