@@ -374,9 +374,14 @@ class CatchUp:
             raise otherwise
 
     def _goes_on_from_its_last_end(self, ticket: pb.Ticket) -> bool:
-        """Return whether the run only moved on while this worker reported the end of its last catch-up."""
+        """Return whether the state that the last catch-up gave this worker is as good as what the ticket would give.
+
+        The run may have moved on while its end was reported; or a coordinator that came back wrote the ticket while
+        the catch-up went on, and is told now how that ended.
+        """
         stand, end = self._context.standing.read(), self._last_end
-        return end is not None and ticket.reason == "behind" and stand.version == end and not stand.poisoned
+        asked = ticket.reason in ("behind", "fresh")
+        return end is not None and asked and stand.version == end and not stand.poisoned
 
     def _lift_poison_of_a_whole_state(self) -> None:
         """A live worker whose catch-up failed between two steps still holds a state: verified, only not the newest."""

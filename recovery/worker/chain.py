@@ -24,6 +24,7 @@ from recovery.worker.restored import Restored
 logger = logging.getLogger(__name__)
 
 _FINGERPRINT_TIMEOUT_SECONDS = 600.0
+_ASK_AGAIN_SECONDS = 5.0
 _SLOW_LINK_SECONDS = 10.0
 """A joiner whose link is too slow for the run measures it again after so long."""
 
@@ -86,10 +87,18 @@ class Chain:
                 said_at = context.inbox.attachments
                 context.client.send(request)
 
+        ticket_failed = False
         while True:
             context.standing.waits_for(f"a source of state ({reason})")
             left = max(deadline - context.clock.monotonic(), 0.0)
-            directive = context.inbox.wait(context.inbox.take_directive, left, meanwhile)
+            if ticket_failed and left > _ASK_AGAIN_SECONDS:
+                # A coordinator that was restarted meanwhile may take this worker for ready, and have nothing to say.
+                directive = context.inbox.wait(context.inbox.take_directive, _ASK_AGAIN_SECONDS, meanwhile)
+                ticket_failed, said_at = False, said_at if directive is not None else -1
+                if directive is None:
+                    continue
+            else:
+                directive = context.inbox.wait(context.inbox.take_directive, left, meanwhile)
             recovered: Recovered | None = None
             match directive:
                 case None if self._too_slow:
@@ -104,6 +113,7 @@ class Chain:
                 case pb.Ticket():
                     self._too_slow = ""
                     recovered = self._from_peers(directive)
+                    ticket_failed = recovered is None
                     if self._too_slow:
                         self._wait_for_a_faster_link(deadline)
                         said_at = -1

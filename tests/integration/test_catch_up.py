@@ -102,6 +102,8 @@ def test_donor_killed_while_its_joiner_catches_up(tmp_path: Path) -> None:
         donor = next(w for w in others if w.name == heard(joiner, "TransferStarted")[1]["donors"][0])
         donor.signal(signal.SIGKILL)
         donor.end()
+        with fleet.operator() as operator:
+            operator.set_rate(next(w.name for w in others[:2] if w is not donor), RATE)
         joiner.command(do="go_on")
         survivor = next(w for w in others[:2] if w is not donor)
         assert_joined_bit_equal(joiner, survivor)
