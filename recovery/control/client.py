@@ -239,7 +239,7 @@ class CoordinatorClient:
         if self._failed is not None:
             raise self._failed
         if self._refusal is not None:
-            raise type(self._refusal)(str(self._refusal)) from self._refusal
+            raise type(self._refusal)(str(self._refusal)) from None
         if self._closing.is_set():
             raise MisuseError("the coordinator's client is closed")
         if not self._threads:

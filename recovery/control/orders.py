@@ -73,20 +73,34 @@ class OrderDesk:
         if member is None:
             return
         donor = request.from_worker_id
-        if donor:
-            view = next((view for view in self._tickets.donors() if view.worker_id == donor), None)
-            if view is None or not view.holds_sealed or donor == member.worker_id:
-                reason = f"worker {donor!r} cannot be the donor of {member.worker_id}: see `recovery status`"
-                self._run.answer(request_id, DonorRefused(reason))
-                return
-        elif not any(view.holds_sealed and view.worker_id != member.worker_id for view in self._tickets.donors()):
-            reason = (
-                f"no other live worker holds {self._run.record.sealed}: {member.worker_id} has nobody to resync from"
-            )
-            self._run.answer(request_id, NoDonorLeft(reason))
+        obstacle = self._obstacle(member, donor)
+        if obstacle is not None:
+            self._run.answer(request_id, obstacle)
             return
         order = coordinator_pb2.Order(resync=coordinator_pb2.ResyncOrder(from_worker_id=donor))
         self._give(request_id, member, "resync", donor, order, seconds(request.timeout))
+
+    def _obstacle(self, member: Member, donor: str) -> RecoveryError | None:
+        """Return why ``member`` cannot take its state from ``donor`` (empty: from anybody) now."""
+        record = self._run.record
+        others = [view for view in self._tickets.donors() if view.worker_id != member.worker_id]
+        # Between commit and seal nobody holds the newest sealed version, and a moment later everybody does.
+        holders = [view for view in others if view.holds_sealed or record.committed > record.sealed]
+        if donor:
+            view = next((view for view in holders if view.worker_id == donor), None)
+            if view is None:
+                return DonorRefused(
+                    f"worker {donor!r} cannot be the donor of {member.worker_id}: see `recovery status`"
+                )
+            if view.drained:
+                return DonorRefused(f"worker {donor!r} is drained: name another, or `recovery drain {donor} --undo`")
+        elif not holders:
+            return NoDonorLeft(
+                f"no other live worker holds {record.sealed}: {member.worker_id} has nobody to resync from"
+            )
+        elif all(view.drained for view in holders):
+            return NoDonorLeft("every possible donor is drained: `recovery drain W --undo` one of them")
+        return None
 
     def verify(self, request_id: str, request: operations_pb2.VerifyRequest) -> None:
         run = self._run
@@ -227,6 +241,10 @@ class OrderDesk:
                 reason = f"worker {order.worker_id} was lost before it finished: {order.what}"
             elif run.now >= order.due:
                 reason = f"worker {order.worker_id} did not finish in time: {order.what}"
+                if order.what == "resync" and member.transfer is not None and member.transfer.wanted_donor:
+                    # The wish was the order's: without it the worker takes its state from whoever can give it.
+                    member.transfer.wanted_donor = ""
+                    reason += "; it takes its state from any donor now"
             else:
                 run.wake(order.due)
                 continue

@@ -52,7 +52,8 @@ class TicketDesk:
             if donor not in run.members:
                 continue
             transfer.failures.setdefault(donor, 1)
-        transfer.wanted_donor = message.from_worker_id
+        drained = message.from_worker_id in run.record.drained
+        transfer.wanted_donor = "" if drained else message.from_worker_id
         member.transfer = transfer
         if member.standing in (Standing.READY, Standing.APPLIED, Standing.APPLYING):
             if run.gather is not None:

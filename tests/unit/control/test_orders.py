@@ -6,7 +6,7 @@ import pytest
 
 from protos.recovery.v1 import common_pb2, coordinator_pb2, operations_pb2
 from recovery.control.inputs import OperationRequest
-from recovery.control.wire import from_proto, to_proto
+from recovery.control.wire import duration, from_proto, to_proto
 from recovery.errors import (
     BadConfiguration,
     DonorRefused,
@@ -165,6 +165,36 @@ def test_a_lone_worker_is_not_ordered_to_resync_from_nobody() -> None:
     script.operate("q", operations_pb2.ResyncRequest(worker_id="a"))
     assert isinstance(script.answers["q"][0], NoDonorLeft)
     assert not script.heard_only("a", coordinator_pb2.Order)
+
+
+def test_a_drained_worker_is_refused_as_donor_at_once_with_the_remedy() -> None:
+    script = Script()
+    script.start("a", "b", "c")
+    script.operate("d", operations_pb2.DrainRequest(worker_id="b", drained=True))
+    script.operate("q", operations_pb2.ResyncRequest(worker_id="c", from_worker_id="b"))
+    assert isinstance(script.answers["q"][0], DonorRefused)
+    assert "recovery drain b --undo" in str(script.answers["q"][0])
+    assert not script.heard_only("c", coordinator_pb2.Order)
+    script.operate("e", operations_pb2.DrainRequest(worker_id="a", drained=True))
+    script.operate("r", operations_pb2.ResyncRequest(worker_id="c"))
+    assert isinstance(script.answers["r"][0], NoDonorLeft)
+
+
+def test_a_resync_whose_time_is_over_no_longer_insists_on_its_donor() -> None:
+    script = Script()
+    script.start("a", "b", "c")
+    script.operate("q", operations_pb2.ResyncRequest(worker_id="c", from_worker_id="b", timeout=duration(5.0)))
+    script.say("c", coordinator_pb2.RecoveryRequest(reason="resync", from_worker_id="b"))
+    script.operate("d", operations_pb2.DrainRequest(worker_id="b", drained=True))
+    script.say(
+        "c",
+        coordinator_pb2.RecoveryReport(
+            transfer_id=script.ticket("c").transfer_id, attempt=1, failure=to_proto(DonorRefused("b is drained"))
+        ),
+    )
+    script.wait(6.0)
+    assert isinstance(script.answers["q"][0], PeerUnreachable)
+    assert [donor.worker.worker_id for donor in script.ticket("c").donors] == ["a"]
 
 
 def test_rollback_to_a_checkpoint_asks_one_worker_after_the_other_and_never_the_last_holder() -> None:
