@@ -17,7 +17,7 @@ from ckpt.saving import OnFailure, SaveCallbacks, SaverConfig, SaverStatus, Save
 from ckpt.storage import Storage
 from ckpt.writer import WriteReport, write_checkpoint
 from recovery.clock import Clock, SystemClock
-from recovery.errors import CheckpointFailed, CheckpointRejected, MisuseError
+from recovery.errors import CheckpointFailed, CheckpointRejected, MisuseError, RecoveryError
 from recovery.events import CheckpointSaved, CheckpointSaveFailed, CheckpointSkipped, EventSink, TrainingThreadWaited
 from recovery.types import RunId, Version, WorkerRef
 
@@ -253,8 +253,10 @@ class Saver:
             task.ticket.reports = self._write(task)
             outcome = "saved"
         except Exception as error:  # the thread's root: one save must not take the next with it
-            logger.exception("%s: saving %s failed", self._worker, task.ticket.version)
             failure = error if isinstance(error, CheckpointFailed) else _failure_of(error)
+            # One line for what storage does to us, which may come at every step; a traceback for what is our own fault.
+            unexpected = None if isinstance(error, RecoveryError | OSError) else error
+            logger.error("%s: %s", self._worker, failure, exc_info=unexpected)
             task.ticket.failure = failure
             self._note_failure(task, failure)
         finally:

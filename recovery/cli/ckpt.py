@@ -151,6 +151,8 @@ def verify(
     storage = _storage(url, storage_options)
     catalog = Catalog(storage, _run(run))
     steps = [_step(storage, version, run)] if version else catalog.steps()
+    if not steps:
+        raise CheckpointRejected(f"{storage.url} holds no checkpoint to verify: is this the right folder, and run id?")
     output, damaged = Output(as_json=as_json), False
     with _progress("verifying", sum(step.num_bytes for step in steps), quiet=as_json) as advance:
         for step in steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -32,10 +33,20 @@ def demo(
     """
     try:
         settings = ScenarioSettings(workers=workers, outer_steps=outer_steps, inner_steps=inner_steps, seed=seed)
-        if out is not None and out.exists() and not out.is_dir():
-            raise BadConfiguration(f"--out {out} is a file: name a folder")
+        if out is not None:
+            _check_folder(out)
     except BadConfiguration as error:
         typer.echo(f"recovery demo: {error}", err=True)
         raise typer.Exit(2) from error
     shown = display.choose(sys.stdout, as_json=as_json, inner_steps=inner_steps, outer_steps=outer_steps)
     raise typer.Exit(run_demo(settings, shown, out=out, keep=keep))
+
+
+def _check_folder(out: Path) -> None:
+    """Return if files can be written to ``out``, which is made: now, and not when the story is over."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise BadConfiguration(f"--out {out} cannot be written ({error.strerror}): name another folder") from error

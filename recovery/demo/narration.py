@@ -133,7 +133,9 @@ _TELLERS: dict[str, Callable[[Entry], str | None]] = {
     ),
     "DonorFailed": lambda e: f"{_who(e)}: donor {e.text('donor')} failed: {e.text('reason')}",
     "StateRestored": lambda e: (
-        f"{_who(e)} holds {e.text('version')} from {e.text('source')}, {megabytes(e, 'num_bytes')} verified"
+        f"{_who(e)} begins the run at {e.text('version')} with its own initial state"
+        if e.text("source") == "origin"
+        else f"{_who(e)} holds {e.text('version')} from {e.text('source')}, {megabytes(e, 'num_bytes')} verified"
     ),
     "SnapshotCaptured": _captured,
     "GuardCopied": _guard,

@@ -12,6 +12,8 @@ Which thread does what:
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -92,7 +94,9 @@ class Agent:
             config.security,
             hello=self._hello,
             on_message=self._on_message,
-            on_detached=lambda reason: logger.warning("%s lost the coordinator: %s", worker, reason),
+            on_detached=lambda reason: logger.warning(
+                "%s lost the coordinator and goes on without it until its next boundary: %s", worker, reason
+            ),
         )
         context = Context(
             state=state,
@@ -428,6 +432,8 @@ class Agent:
             held_fingerprint=stand.fingerprint if holds else b"",
             peer_addresses=[to_proto(self._peer_server.address)],
             data_hosts=[context.host],
+            hostname=socket.gethostname(),
+            process_id=os.getpid(),
             region=context.config.region,
             donor_slots=context.config.donor_slots,
             undecided_epoch=stand.undecided_epoch,

@@ -109,7 +109,7 @@ class Boundary:
                 continue
             self._context.standing.waits_for("")
             self._context.snapshots.before_outer_update()
-            if self._context.snapshots.journal.begin(averaged):
+            if self._context.snapshots.journal.begin(averaged, self._averager.take_encoded()):
                 self._averager.hand_over()
             self._averaged = True
             self._epochs.pass_stage("applying")
@@ -141,7 +141,8 @@ class Boundary:
             # gloo raises RuntimeError for a dead peer, a closed socket and a timeout alike. The buffers of this epoch
             # may still be written by abandoned operations: the group and the buffers go.
             self._groups.drop(f"epoch {roster.epoch} failed: {error}")
-            self._epochs.fail(roster.epoch, f"{type(error).__name__}: {error}")
+            logger.info("%s: averaging in epoch %d failed: %s", self._context.worker, roster.epoch, error)
+            self._epochs.fail(roster.epoch, _in_a_few_words(error))
             self._obey(self._epochs.outcome(roster.epoch))
             # Committed by the others although this worker could not finish: it missed the commit.
             self._trainee.replace_state(f"epoch {roster.epoch} committed without this worker")
@@ -183,6 +184,14 @@ class Boundary:
             # The step is committed and the others apply it; what this worker's memory holds is anybody's guess.
             self._trainee.poison(f"applying a committed step raised {kind.__name__}: {error}")
         return False
+
+
+def _in_a_few_words(error: Exception) -> str:
+    """Return an error of the averaging as operators read it; gloo's own text goes to the log."""
+    if isinstance(error, RecoveryError):
+        return f"{error.kind}: {error}"
+    gloo = str(error).partition("] ")[2].partition(". ")[0]
+    return f"the averaging broke off: {gloo or type(error).__name__}"
 
 
 def _digest(averaged: Sequence[Tensor]) -> bytes:

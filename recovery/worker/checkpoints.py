@@ -15,10 +15,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.objects import open_storage
+from ckpt.probe import probe
 from ckpt.retention import RetentionPolicy
 from ckpt.saver import Saver, SaverConfig, SaveSource, SaveTicket
 from ckpt.source import CheckpointSource
-from recovery.errors import CheckpointFailed, CheckpointRejected, MisuseError, RecoveryError, SourcesExhausted
+from recovery.errors import (
+    CheckpointFailed,
+    CheckpointRejected,
+    DonorBusy,
+    DonorRefused,
+    MisuseError,
+    RecoveryError,
+    SourcesExhausted,
+)
 from recovery.events import CheckpointSaveFailed
 from recovery.snapshot import Lease
 from recovery.types import RunId, Version
@@ -31,6 +40,7 @@ logger = logging.getLogger(__name__)
 _HOLDER = "checkpoint"
 _CAPTURE_TIMEOUT_SECONDS = 60.0
 _MAX_IN_FLIGHT = 4
+_SAVE_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +63,18 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._run, name="recovery-checkpoints", daemon=True)
 
     def start(self) -> None:
-        """Begin to save, if a URL is configured."""
+        """Begin to save, if a URL is configured.
+
+        Raises:
+            BadConfiguration: nothing can be written there, or read back.
+        """
         config = self._context.config
         if not config.checkpoint_url:
             return
+        storage = open_storage(config.checkpoint_url)
+        probe([storage])
         self._saver = Saver(
-            open_storage(config.checkpoint_url),
+            storage,
             SaverConfig(max_in_flight=_MAX_IN_FLIGHT, retention=RetentionPolicy(keep_newest=config.checkpoint_keep)),
             run_id=RunId(config.run_id),
             worker=self._context.worker,
@@ -114,12 +130,18 @@ class Checkpoints:
         """
         if self._saver is None:
             raise MisuseError(f"{self._context.worker} has no checkpoint_url: there is nowhere to save")
-        version = self._context.standing.read().version
-        ticket = self._save(self._saver, [self._context.snapshots.lease_outer(version, _HOLDER)])
-        private = self._context.snapshots.lease_private(_HOLDER, version)
-        tickets = [ticket, self._save(self._saver, [private.result(timeout_seconds)])]
-        reports = [report for one in tickets for report in one.result(timeout_seconds)]
-        return reports[0].url
+        holder = f"{_HOLDER}/order"
+        snapshots = self._context.snapshots
+        for _ in range(_SAVE_TRIES):
+            # The private parts first: they are captured when training allows, and tell the version that both are of.
+            private = snapshots.lease_private(holder, self._context.standing.read().version).result(timeout_seconds)
+            try:
+                outer = snapshots.lease_outer(private.manifest.cut.version, holder)
+            except (DonorBusy, DonorRefused):
+                private.release("the version was overwritten meanwhile")
+                continue
+            return self._save(self._saver, [outer, private]).result(timeout_seconds)[0].url
+        raise CheckpointFailed(f"the run went on to the next version {_SAVE_TRIES} times before its state was captured")
 
     def restore_newest(self, at_most: Version | None) -> Restored:
         """Load the newest checkpoint that verifies, not newer than ``at_most``; training thread.
@@ -165,7 +187,9 @@ class Checkpoints:
                     self._save(saver, [self._context.snapshots.lease_outer(version, f"{_HOLDER}/{version}")])
                 else:
                     with self._lock:
-                        capture = self._captures.pop(version)
+                        capture = self._captures.pop(version, None)
+                    if capture is None:
+                        continue  # a newer version took its place meanwhile
                     copied = capture.copied.result(_CAPTURE_TIMEOUT_SECONDS)
                     self._save(saver, [copied] if capture.kept is None else [copied, capture.kept])
             except (RecoveryError, TimeoutError) as error:

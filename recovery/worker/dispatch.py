@@ -30,6 +30,8 @@ class Dispatcher:
         match message.WhichOneof("kind"):
             case "welcome":
                 inbox.put_welcome(message.welcome)
+                if inbox.attachments > 1:
+                    logger.warning("%s is attached to the coordinator again", self._context.worker)
             case "become_origin":
                 inbox.put_directive(message.become_origin)
             case "ticket":
