@@ -10,6 +10,9 @@ import pytest
 from tests.support.boundary_faults import INNER_STEPS, REPLICATED, STEP_SECONDS, wait_commit
 from tests.support.fleet import Fleet
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes start in each test: a busy machine needs its time."""
+
 
 @pytest.mark.parametrize(("codec", "other"), [("bf16", "plain"), ("int8", "bf16")])
 def test_members_are_bit_equal_and_another_codec_is_refused(tmp_path: Path, codec: str, other: str) -> None:

@@ -22,6 +22,9 @@ from tests.support.boundary_faults import (
 )
 from tests.support.fleet import Fleet, Worker
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes start in each test: a busy machine needs its time."""
+
 PACE: dict[str, Any] = {"agent": {"inner_steps_per_phase": INNER_STEPS}, "step_seconds": STEP_SECONDS}
 
 

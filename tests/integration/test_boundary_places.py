@@ -13,6 +13,9 @@ from tests.support import boundary_faults, fleet
 from tests.support.boundary_faults import PLACES, REPLICATED, Fault, Scene, commits
 from tests.support.cut_proxy import CutProxy
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes start in each test: a busy machine needs its time."""
+
 
 @pytest.mark.parametrize(
     ("fault", "places"),

@@ -17,6 +17,9 @@ import pytest
 
 from tests.support.fleet import ROOT, RUN_ID, WAIT_SECONDS, Fleet
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes start in each test: a busy machine needs its time."""
+
 LOOPS = ROOT / "docs" / "loops"
 STYLES = ("offloaded", "live", "fragments")
 CHANGED_LINES = 15

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.boundary_faults import INNER_STEPS, REPLICATED, STEP_SECONDS
 from tests.support.fleet import Fleet, Worker
+
+pytestmark = pytest.mark.timeout(300)
+"""Several processes start in each test: a busy machine needs its time."""
 
 
 def publishers(fleet: Fleet, folder: Path, size: int, **damage: int) -> list[Worker]:

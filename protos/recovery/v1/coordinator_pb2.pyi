@@ -237,7 +237,7 @@ class Hello(_message.Message):
     donor_slots: _builtins.int
     """Number of joiners served at once."""
     undecided_epoch: _builtins.int
-    """An epoch that the worker voted in and of which it does not know the outcome; zero: none."""
+    """An epoch that the worker is a member of and of which it does not know the outcome; zero: none."""
     hostname: _builtins.str
     process_id: _builtins.int
     last_epoch: _builtins.int
@@ -960,6 +960,7 @@ class Applied(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     DATA_POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Zero: the worker took the step without the coordinator (or begins a lineage); it counts once enough report the same."""
     fingerprint: _builtins.bytes
     tokens: _builtins.int
     data_position: _builtins.bytes
