@@ -56,7 +56,7 @@ def test_a_far_and_lossy_donor_brings_every_byte(scene: Scene, congestion_contro
     result = joiner.result()
     assert result.error == ""
     assert result.payload_bytes == result.total_bytes == STATE_BYTES
-    assert result.lanes == (8 if congestion_control else 64)
+    assert result.lanes == (16 if congestion_control else 64)
     assert scene.wan.stats().hosts["d0"].up.drop_loss > 0, "the link lost packets"
 
 

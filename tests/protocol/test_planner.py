@@ -61,7 +61,10 @@ def test_a_piece_takes_a_quarter_of_a_second_of_its_lane(rate: float, lanes: int
     ("rate", "round_trip", "lanes", "expected"),
     [
         (0.0, 0.0, 1, 8 * MIB),
-        (1e6, 0.08, 8, 8 * MIB),
+        (100e6, 0.0001, 1, 8 * MIB),  # near
+        (24e6, 0.08, 8, 12 * MIB),  # far: lanes run dry while a chunk is asked for
+        (4e6, 0.08, 8, 4_000_000),  # slow: what it brings in a second
+        (1e6, 0.08, 8, 1 * MIB),  # slower: two pieces for each lane
         (25e6, 0.5, 64, 25_000_000),  # two round trips' worth of bytes
         (3e9, 0.0001, 2, 16 * MIB),  # two pieces for each lane
         (1e10, 1.0, 2, 64 * MIB),  # the cap
@@ -89,9 +92,8 @@ def test_one_chunk_is_always_allowed_however_small_the_window() -> None:
 
 def test_chunks_go_where_they_are_soonest() -> None:
     donors = [donor("slow", 10e6), donor("fast", 90e6)]
-    orders = plan(
-        needs(100), 100 * CHUNK, donors, PlannerConfig(min_window_bytes=2000 * MIB, max_window_bytes=2000 * MIB)
-    )
+    wide = PlannerConfig(min_window_bytes=2000 * MIB, max_window_bytes=2000 * MIB, window_seconds=1000.0)
+    orders = plan(needs(100), 100 * CHUNK, donors, wide)
     share = [order.donor for order in orders]
     assert share[0] == "fast"
     assert share.count("fast") == 9 * share.count("slow")
@@ -100,8 +102,8 @@ def test_chunks_go_where_they_are_soonest() -> None:
 def test_at_the_end_a_slow_donor_is_not_waited_for() -> None:
     donors = [donor("slow", 1e6), donor("fast", 100e6, lanes=(8 * MIB, 8 * MIB))]
     assert plan(needs(1), CHUNK, donors, CONFIG) == []
-    # With much left to do it is asked.
-    assert [order.donor for order in plan(needs(500), 500 * CHUNK, donors, CONFIG)] == ["slow", "slow"]
+    # With much left to do it is asked, for no more than a chunk: it brings a quarter of one in a second.
+    assert [order.donor for order in plan(needs(500), 500 * CHUNK, donors, CONFIG)] == ["slow"]
 
 
 def test_a_donor_that_damaged_a_chunk_is_asked_only_if_nobody_else_can() -> None:
@@ -146,7 +148,7 @@ def test_each_idle_donor_overtakes_one_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_trip", "bbr", "lanes"), [(None, True, 1), (0.0001, False, 1), (0.08, True, 8), (0.08, False, 64)]
+    ("round_trip", "bbr", "lanes"), [(None, True, 1), (0.0001, False, 1), (0.08, True, 16), (0.08, False, 64)]
 )
 def test_lanes_suit_the_path(round_trip: float | None, bbr: bool, lanes: int) -> None:
     assert choose_lanes(round_trip, bbr=bbr) == lanes
