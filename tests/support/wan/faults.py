@@ -123,8 +123,18 @@ class Scene:
 
         Fails unless the fault reached its victim.
         """
-        fault = FAULTS[name]
-        donors, joiner = self.donors(), self.joiner()
+        return self._struck(name, moment, self.donors())
+
+    def alone_then_another(self, name: str, moment: float) -> tuple[Result, Result]:
+        """Let a fault strike the only donor, then name another one to the same joiner; return both attempts' ends."""
+        donors = self.donors()
+        failed = self._struck(name, moment, donors[:1])
+        joiner = self.joiner()
+        joiner.begin(donors[1:2], fresh=False)
+        return failed, joiner.result()
+
+    def _struck(self, name: str, moment: float, donors: list[DonorProcess]) -> Result:
+        fault, joiner = FAULTS[name], self.joiner()
         joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
         fault.strike(self.wan, donors[0])
