@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from recovery.clock import Clock
@@ -27,10 +28,12 @@ from recovery.types import PartClass, PartName, Version
 logger = logging.getLogger(__name__)
 
 JOURNAL_PART = PartName("journal")
-"""The one part of an entry's manifest: ``{"tokens": int, "gradients": [tensors, as they were averaged]}``."""
+"""The one part of an entry's manifest: a dict of ``tokens``, ``like`` (shape and dtype of each average), ``gradients``
+(the averages; empty if they travelled rounded) and ``encoded`` (then: what travelled, of which they are the values)."""
 
 KEPT_ENTRIES = 2
-"""Entries kept beside those that are being read: an outer base is only about twice the bytes of one."""
+"""Entries kept beside those that are being read: an outer base is only about twice the bytes of one. Of entries rounded
+to a quarter of the bytes four times as many are kept."""
 
 MakeBook = Callable[[Sequence[int], Callable[[], None]], LeaseBook]
 Describe = Callable[[Version, LivePart], Manifest]
@@ -41,9 +44,13 @@ class _Pending:
     """What the boundary averaged and the training loop has not applied yet."""
 
     gradients: list[Tensor]
+    encoded: list[Tensor]
+    like: list[tuple[torch.Size, torch.dtype]]
     counters: list[int]
     """How often each tensor had been written when it was handed to the loop."""
     num_bytes: int
+    rounded: int
+    """How many such entries have the bytes of one that is not rounded."""
 
     @property
     def written(self) -> bool:
@@ -153,8 +160,12 @@ class Journal:
 
     # Training thread
 
-    def begin(self, averaged: Sequence[Tensor]) -> bool:
+    def begin(self, averaged: Sequence[Tensor], encoded: Sequence[Tensor] = ()) -> bool:
         """The boundary is committed; the loop is about to apply ``averaged``.
+
+        Args:
+            averaged: What the loop gets.
+            encoded: What travelled, if it was rounded to fewer bytes: kept instead. The loop never sees it.
 
         Returns:
             Whether the tensors themselves are kept: nobody but the loop may write into them from now on.
@@ -162,7 +173,8 @@ class Journal:
         self._forget_pending()
         if self._closed or not self.wanted:
             return False
-        num_bytes = sum(tensor.nbytes for tensor in averaged)
+        whole = sum(tensor.nbytes for tensor in averaged)
+        num_bytes = sum(tensor.nbytes for tensor in encoded) if encoded else whole
         self._last_refusal = ""
         if not self._vault.charge(num_bytes):
             self._last_refusal = (
@@ -171,9 +183,12 @@ class Journal:
             )
             return False
         copies = self._copies or any(tensor.is_inference() for tensor in averaged)
-        kept = [tensor.detach().clone() if copies else tensor for tensor in averaged]
-        self._pending = _Pending(kept, _counters(kept), num_bytes)
-        return not copies
+        kept = [] if encoded else [tensor.detach().clone() if copies else tensor for tensor in averaged]
+        like = [(tensor.shape, tensor.dtype) for tensor in averaged]
+        self._pending = _Pending(
+            kept, list(encoded), like, _counters(kept), num_bytes, max(1, whole // max(num_bytes, 1))
+        )
+        return bool(kept) and not copies
 
     def record(self, version: Version, tokens: int) -> None:
         """The loop has applied what ``begin`` was told: that led to ``version``. Entries too old are forgotten."""
@@ -231,7 +246,8 @@ class Journal:
         for entry in entries:
             if entry.snapshot is not None:
                 entry.snapshot.book.expire()
-        kept = entries[-KEPT_ENTRIES:] if self.wanted and not self._closed else []
+        count = KEPT_ENTRIES * min((entry.pending.rounded for entry in entries), default=1)
+        kept = entries[-count:] if self.wanted and not self._closed else []
         for entry in entries:
             if entry not in kept and not entry.leased:
                 self._drop(entry)
@@ -257,7 +273,13 @@ class Journal:
     def _digest(self, entry: _Entry) -> None:
         """The entry can be leased, or says why not. On the digester's thread."""
         try:
-            value = {"tokens": entry.tokens, "gradients": entry.pending.gradients}
+            pending = entry.pending
+            value = {
+                "tokens": entry.tokens,
+                "like": pending.like,
+                "gradients": pending.gradients,
+                "encoded": pending.encoded,
+            }
             part = live_part(JOURNAL_PART, PartClass.REPLICATED, value)
             manifest = self._describe(entry.version, part)
             entry.snapshot = _EntrySnapshot(part, manifest, self._make_book(entry.version))

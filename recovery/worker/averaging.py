@@ -10,7 +10,7 @@ the run's gradient codec.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Work
 
-from recovery.errors import BadConfiguration, LayoutMismatch
+from recovery.errors import BadConfiguration, LayoutMismatch, ManifestRejected
 from recovery.worker.gradient_codec import GradientCodec, PlainCodec
 
 
@@ -56,6 +56,7 @@ class Averager:
         self._bucket_bytes = bucket_bytes
         self._codec = codec
         self._results: list[Tensor] = []
+        self._encoded: list[Tensor] = []
 
     def agree(
         self, tensors: Sequence[Tensor], integers: Sequence[int], rank: int, group: Collectives | None, timeout: float
@@ -114,29 +115,60 @@ class Averager:
             if not tensor.is_floating_point():
                 raise BadConfiguration(f"pseudo-gradient {index} has dtype {tensor.dtype}: only floats can be averaged")
         results, self._results = self._buffers_for(tensors), []
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            same = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            accumulate = _ACCUMULATE.get(dtype, torch.float32)
-            block = self._codec.block
-            limit = max(1, self._bucket_bytes // accumulate.itemsize // block) * block
-            for spans in _buckets([results[i].numel() for i in same], limit):
-                size = sum(stop - start for _, start, stop in spans)
-                mine = torch.zeros(_padded(size, len(weights) * block), dtype=accumulate)
-                _gather(mine, [(tensors[same[i]], start, stop) for i, start, stop in spans])
-                mean = _mean_of_bucket(mine, weights, self._codec, group, timeout)
-                _scatter(mean, [(results[same[i]], start, stop) for i, start, stop in spans])
-        self._results = results
+        encoded: list[Tensor] = []
+        self._encoded = []
+        for accumulate, spans in _buckets_of(results, self._codec, self._bucket_bytes):
+            size = sum(stop - start for _, start, stop in spans)
+            mine = torch.zeros(_padded(size, len(weights) * self._codec.block), dtype=accumulate)
+            _gather(mine, [(tensors[i], start, stop) for i, start, stop in spans])
+            rows = _mean_of_bucket(mine, weights, self._codec, group, timeout)
+            mean = self._codec.decode(rows, accumulate).reshape(-1)
+            _scatter(mean, [(results[i], start, stop) for i, start, stop in spans])
+            if self._codec.name != _PLAIN.name:
+                encoded.append(rows)
+        self._results, self._encoded = results, encoded
         return results
 
     def hand_over(self) -> None:
         """What the last ``average`` returned belongs to somebody else from now on: it is not used again."""
         self._results = []
 
+    def take_encoded(self) -> list[Tensor]:
+        """Return the last average as it travelled, a tensor a bucket, for ``decode_averages``; empty: it was plain."""
+        encoded, self._encoded = self._encoded, []
+        return encoded
+
     def _buffers_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         same = len(self._results) == len(tensors) and all(
             old.shape == new.shape and old.dtype == new.dtype for old, new in zip(self._results, tensors, strict=True)
         )
         return self._results if same else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+
+
+def decode_averages(
+    encoded: Sequence[Tensor], like: Sequence[tuple[torch.Size, torch.dtype]], codec: GradientCodec, bucket_bytes: int
+) -> list[Tensor]:
+    """Return the averages that ``take_encoded`` returned the bytes of, bit for bit as every member got them.
+
+    Args:
+        encoded: One tensor a bucket.
+        like: Shape and dtype of each average.
+        codec: The run's.
+        bucket_bytes: The run's.
+
+    Raises:
+        ManifestRejected: the bytes are not those of such averages.
+    """
+    results = [torch.empty(shape, dtype=dtype) for shape, dtype in like]
+    buckets = list(_buckets_of(results, codec, bucket_bytes))
+    if len(buckets) != len(encoded):
+        raise ManifestRejected(f"{len(encoded)} buckets of averages came where {len(buckets)} were due")
+    for (accumulate, spans), rows in zip(buckets, encoded, strict=True):
+        mean = codec.decode(rows, accumulate).reshape(-1)
+        if mean.numel() < sum(stop - start for _, start, stop in spans):
+            raise ManifestRejected(f"a bucket of averages has {mean.numel()} values: too few for its tensors")
+        _scatter(mean, [(results[i], start, stop) for i, start, stop in spans])
+    return results
 
 
 def terms_digest(layout_digest: bytes, codec_name: str, bucket_bytes: int) -> bytes:
@@ -172,6 +204,7 @@ def _rounded(rows: Tensor, codec: GradientCodec) -> Tensor:
 def _mean_of_bucket(
     mine: Tensor, weights: Sequence[float], codec: GradientCodec, group: Collectives | None, timeout: float
 ) -> Tensor:
+    """Return the mean as it travels: one encoded row a member."""
     encoded = codec.encode(mine.reshape(len(weights), -1))
     if group is not None:
         swapped = torch.empty_like(encoded)
@@ -182,7 +215,19 @@ def _mean_of_bucket(
     segment = codec.encode(_sum_in_rank_order(codec.decode(encoded, mine.dtype), weights).reshape(1, -1))
     if group is not None:
         segment = _all_gather(segment.view(-1), group, timeout).reshape(group.size(), -1)
-    return codec.decode(segment, mine.dtype).reshape(-1)
+    return segment
+
+
+def _buckets_of(
+    tensors: Sequence[Tensor], codec: GradientCodec, bucket_bytes: int
+) -> Iterator[tuple[torch.dtype, list[tuple[int, int, int]]]]:
+    """Yield what is averaged in one go: the dtype it is summed in, and (tensor, start, stop) in elements."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        same = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        accumulate = _ACCUMULATE.get(dtype, torch.float32)
+        limit = max(1, bucket_bytes // accumulate.itemsize // codec.block) * codec.block
+        for spans in _buckets([tensors[i].numel() for i in same], limit):
+            yield accumulate, [(same[i], start, stop) for i, start, stop in spans]
 
 
 def _all_gather(mine: Tensor, group: Collectives, timeout: float) -> Tensor:

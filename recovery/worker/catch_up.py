@@ -12,9 +12,11 @@ Whatever step is complete stays so when a later one fails: the next ticket goes 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from protos.recovery.v1 import coordinator_pb2 as pb
@@ -36,7 +38,9 @@ from recovery.state import Manifest, PartBytes
 from recovery.state.loose import LooseParts
 from recovery.state.scalars import restore_scalars
 from recovery.types import MIB, NO_VERSION, Fingerprint, PartName, Version
+from recovery.worker.averaging import decode_averages
 from recovery.worker.context import Context
+from recovery.worker.gradient_codec import codec_named
 from recovery.worker.pace import Pace, TooSlowForOnePhase, Watch
 from recovery.worker.peer_source import PeerSource
 from recovery.worker.replay import Replay, replay_outer_step
@@ -70,6 +74,7 @@ class CatchUp:
         self._context = context
         self._peers = peers
         self._replay = replay
+        self._codec = codec_named(context.config.gradient_codec)
         self._pace = Pace(context.clock)
         self._staged = False
         self._outer: Version | None = None
@@ -98,7 +103,9 @@ class CatchUp:
         TransferCancelled: an operator cancelled it.
         """
         self._peers.begin(staged=self._staged)
-        self._pace.entry_bytes = sum(t.nbytes for t in self._context.state.read_outer_params().values())
+        whole = sum(t.nbytes for t in self._context.state.read_outer_params().values())
+        sample = torch.zeros(1, 64 * self._codec.block)
+        self._pace.entry_bytes = math.ceil(whole * self._codec.encode(sample).nbytes / sample.nbytes)
         period = ticket.outer_period.ToTimedelta().total_seconds()
         self._pace.period_seconds = self._context.inbox.outer_period_seconds or period
         if self._goes_on_from_its_last_end(ticket):
@@ -218,7 +225,7 @@ class CatchUp:
         def on_manifest(role: Role, manifest: Manifest) -> Mapping[PartName, PartBytes]:
             if [part.name for part in manifest.parts] != [JOURNAL_PART]:
                 raise ManifestRejected(f"{manifest.worker} lends {[p.name for p in manifest.parts]} as a journal entry")
-            received.append(LooseParts(manifest, self._pace.entry_bytes + _ENTRY_SLACK_BYTES))
+            received.append(LooseParts(manifest, 2 * self._pace.entry_bytes + _ENTRY_SLACK_BYTES))
             return received[-1].destinations
 
         for _ in range(_ASKED_AGAIN):
@@ -239,9 +246,11 @@ class CatchUp:
         """Replay one commit; False: the result is not the run's, and a newer base is needed."""
         context = self._context
         value = entry.value(JOURNAL_PART)
-        if not isinstance(value, dict) or value.keys() != {"tokens", "gradients"}:
+        if not isinstance(value, dict) or value.keys() != {"tokens", "like", "gradients", "encoded"}:
             raise ManifestRejected(f"the journal entry of {version} has another form than this release reads")
         averaged = cast(list[Tensor], value["gradients"])
+        if value["encoded"]:
+            averaged = decode_averages(value["encoded"], value["like"], self._codec, context.config.bucket_bytes)
         # A worker under resync may be lending its present outer parts: they are saved, as before any outer step.
         context.snapshots.before_outer_update()
         try:

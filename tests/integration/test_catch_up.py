@@ -37,9 +37,14 @@ def heard(worker: Worker, event: str) -> list[dict[str, Any]]:
     return [m for m in worker.heard if m.get("event") == event]
 
 
+def slow(**plan: Any) -> dict[str, Any]:
+    """Return the plan of a worker whose state outlives a phase; ``agent`` is added to its settings."""
+    return {**SLOW, **plan, "agent": {**SLOW["agent"], **plan.get("agent", {})}}
+
+
 def start(fleet: Fleet, count: int, donors: int, rate: int = RATE, **plan: Any) -> list[Worker]:
     """Start a run whose first ``donors`` workers serve others, together at ``rate``; return when it has a history."""
-    workers = [fleet.worker(f"w{i}", seed=i, **SLOW, **plan) for i in range(count)]
+    workers = [fleet.worker(f"w{i}", seed=i, **slow(**plan)) for i in range(count)]
     for worker in workers:
         worker.wait_said("joined")
     with fleet.operator() as operator:
@@ -65,17 +70,19 @@ def assert_joined_bit_equal(joiner: Worker, donor: Worker, boundaries: int = 2) 
         assert [name for name in REPLICATED if mine[version][name] != theirs[version][name]] == [], version
 
 
-def test_first_roster_at_most_the_third_boundary_after_the_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codec", "at_most"), [("plain", 3), ("int8", 2)])
+def test_first_roster_soon_after_the_base(tmp_path: Path, codec: str, at_most: int) -> None:
+    settings = {"gradient_codec": codec}
     with Fleet(tmp_path) as fleet:
-        others = start(fleet, count=2, donors=1, report_steps=True)
-        joiner = fleet.worker("w2", seed=2, **SLOW)
+        others = start(fleet, count=2, donors=1, report_steps=True, agent=settings)
+        joiner = fleet.worker("w2", seed=2, **slow(agent=settings))
         base = joiner.wait_event("BaseRestored")
         at_base = newest(others[1])
         joined = joiner.wait_said("joined")
         assert step_of(joined["version"]) > step_of(base["version"])
         assert step_of(base["version"]) < at_base, "the transfer was not slower than a phase: nothing was caught up"
         first = joiner.wait_said("boundary")
-        assert step_of(first["version"]) - at_base <= 3
+        assert step_of(first["version"]) - at_base <= at_most
         replayed = [step_of(m["version"]) for m in heard(joiner, "CommitReplayed")]
         assert replayed[:2] == [step_of(base["version"]) + 1, step_of(base["version"]) + 2][: len(replayed)]
         assert heard(joiner, "CatchUpRebased") == []

@@ -72,6 +72,8 @@ def test_an_entry_is_lent_as_it_was_averaged_and_without_a_copy(run: Run) -> Non
     value = join(spec.tree, averaged)
     assert isinstance(value, dict)
     assert value["tokens"] == 77
+    assert value["encoded"] == []
+    assert value["like"] == [(tensor.shape, tensor.dtype) for tensor in averaged]
     assert all(a is b for a, b in zip(value["gradients"], averaged, strict=True))
     at = 0
     for tensor in averaged:
@@ -157,6 +159,23 @@ def test_an_aborted_boundary_leaves_no_entry(run: Run) -> None:
     averaged = run.commit()
     assert run.snapshots.vault.used_bytes == charged == sum(tensor.nbytes for tensor in averaged)
     assert run.journal.versions == [Version(1, 1)]
+
+
+def test_rounded_averages_are_kept_as_they_travelled_and_more_of_them(run: Run) -> None:
+    run.journal.enter()
+    averaged = run.averages()
+    encoded = [torch.ones(sum(t.nbytes for t in averaged) // 4, dtype=torch.uint8)]
+    assert not run.journal.begin(averaged, encoded)  # the averager keeps its buffers
+    averaged[0].zero_()
+    run.journal.record(Version(1, 1), 0)
+    lease = run.snapshots.lease_journal(Version(1, 1), "joiner")
+    assert lease.read(0, 0, 8).data.data_ptr() == encoded[0].data_ptr()
+    assert lease.manifest.num_bytes == encoded[0].nbytes
+    lease.release("done")
+    for step in range(2, 12):
+        run.journal.begin(averaged, [encoded[0].clone()])
+        run.journal.record(Version(1, step), 0)
+    assert run.journal.versions == [Version(1, step) for step in range(4, 12)]
 
 
 def test_what_does_not_fit_the_budget_is_not_kept() -> None:
