@@ -77,13 +77,29 @@ class History:
                 found.append(entry)
         return found
 
-    def at_epoch(self, processes: Sequence[Process], epoch: float) -> list[Entry]:
-        """Return what the processes reported of their inner state after ``epoch`` inner steps of the schedule."""
+    def at_epoch(self, processes: Sequence[Process], epoch: float, *, earlier: bool = False) -> list[Entry]:
+        """Return what the processes reported of their inner state after ``epoch`` inner steps of the schedule.
+
+        ``earlier``: after ``epoch`` steps, or fewer.
+        """
         return [
             e
             for e in self.entries
-            if e.kind in ("inner", "state") and e.process in processes and e.number("epoch") == epoch
+            if e.kind in ("inner", "state")
+            and e.process in processes
+            and (e.number("epoch") == epoch or (earlier and e.number("epoch") < epoch))
         ]
+
+    def took_scalars_later(self, state: Entry) -> bool:
+        """Return whether this state was caught up: its scalars are of a later cut than its moments."""
+        for entry in reversed(self.entries[: self.entries.index(state)]):
+            if entry.process != state.process:
+                continue
+            if entry.kind == "ScalarsRefreshed":
+                return True
+            if entry.kind in ("state", "inner", "started"):
+                return False
+        return False
 
     def donors_of(self, state: Entry) -> list[Process]:
         """Return the processes that gave this state: the launches of its donors that lived then."""

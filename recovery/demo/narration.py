@@ -137,6 +137,10 @@ _TELLERS: dict[str, Callable[[Entry], str | None]] = {
         if e.text("source") == "origin"
         else f"{_who(e)} holds {e.text('version')} from {e.text('source')}, {megabytes(e, 'num_bytes')} verified"
     ),
+    "BaseRestored": lambda e: f"{_who(e)} holds {e.text('version')} and catches up from there",
+    "CommitReplayed": lambda e: f"{_who(e)} replayed the commit of {e.text('version')}",
+    "ScalarsRefreshed": lambda e: f"{_who(e)} took learning rates and progress once more, at {e.text('cut')}",
+    "CatchUpRebased": lambda e: f"{_who(e)} needs a newer base than {e.text('version')}: {e.text('reason')}",
     "SnapshotCaptured": _captured,
     "GuardCopied": _guard,
     "TrainingThreadWaited": _waited,

@@ -97,6 +97,16 @@ def test_a_good_record_proves_everything() -> None:
     assert all(proof.detail for proof in proofs.values())
 
 
+@pytest.mark.parametrize(("digest", "holds"), [("inner-1", True), ("other", False)])
+def test_a_joiner_that_caught_up_has_moments_of_an_earlier_cut(digest: str, holds: bool) -> None:
+    entries = changed("state", joined("worker-3"), inner_digest=digest)(good_story())
+    place = next(index for index, entry in enumerate(entries) if entry.kind == "state" and entry.source == "worker-3")
+    state = entries[place]
+    refreshed = dataclasses.replace(state, kind="ScalarsRefreshed", fields={"cut": "L1.k1+2"})
+    entries.insert(place, refreshed)
+    assert proofs_of(entries)[STATE_EQUAL].holds == holds
+
+
 def test_an_empty_record_proves_nothing() -> None:
     proofs = proofs_of([])
     assert set(proofs) == ALL
