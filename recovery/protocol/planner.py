@@ -153,7 +153,7 @@ def window_bytes(donor: DonorView, config: PlannerConfig) -> int:
     """
     in_the_pipe = config.window_round_trips * donor.rate * donor.round_trip_seconds
     far = donor.round_trip_seconds >= _NEAR_SECONDS and donor.rate > 0
-    least = max(config.far_window_bytes, config.min_window_bytes) if far else config.min_window_bytes
+    least: float = max(config.far_window_bytes, config.min_window_bytes) if far else config.min_window_bytes
     if donor.rate > 0:
         least = min(least, donor.rate * config.window_seconds)
     wanted = max(in_the_pipe, least)
