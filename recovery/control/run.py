@@ -167,7 +167,8 @@ class RunMachine:
             if silent < run.policy.lease_seconds:
                 error = RunRefused(
                     f"worker id {worker.worker_id} is taken by process {known.hello.process_id} on "
-                    f"{known.hello.hostname or 'an unnamed host'}, heard of {silent:.1f} s ago: end that one, or take another id"
+                    f"{known.hello.hostname or 'an unnamed host'}, heard of {silent:.1f} s ago: end that one, or take "
+                    "another id"
                 )
             else:
                 self._replace(known, silent)
