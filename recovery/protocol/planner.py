@@ -40,7 +40,8 @@ class PlannerConfig:
             arrives: a chunk is asked for whole.
         far_window_bytes: The same for a donor that is far away, where lanes run dry while a chunk is asked for; also
             what is lost with such a donor.
-        window_seconds: But no more than a donor brings in this time, so that a slow one holds up nothing at the end.
+        window_seconds: But no more than a donor brings in this time, so that a slow one holds up little at the end.
+            Long enough that a donor whose rate recovers is given work on all its lanes, by which that is seen.
         window_round_trips: Bytes in flight are this many times rate x round trip, if that is more.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
         overtake_seconds: At the end a chunk is asked a second time only if it is expected later than this.
@@ -51,7 +52,7 @@ class PlannerConfig:
     piece_seconds: float = 0.25
     min_window_bytes: int = 8 * MIB
     far_window_bytes: int = 12 * MIB
-    window_seconds: float = 1.0
+    window_seconds: float = 4.0
     window_round_trips: float = 2.0
     max_window_bytes: int = 64 * MIB
     overtake_seconds: float = 0.5

@@ -63,8 +63,8 @@ def test_a_piece_takes_a_quarter_of_a_second_of_its_lane(rate: float, lanes: int
         (0.0, 0.0, 1, 8 * MIB),
         (100e6, 0.0001, 1, 8 * MIB),  # near
         (24e6, 0.08, 8, 12 * MIB),  # far: lanes run dry while a chunk is asked for
-        (4e6, 0.08, 8, 4_000_000),  # slow: what it brings in a second
-        (1e6, 0.08, 8, 1 * MIB),  # slower: two pieces for each lane
+        (1e6, 0.08, 8, 4_000_000),  # slow: what it brings in four seconds
+        (1e5, 0.08, 8, 1 * MIB),  # slower: two pieces for each lane
         (25e6, 0.5, 64, 25_000_000),  # two round trips' worth of bytes
         (3e9, 0.0001, 2, 16 * MIB),  # two pieces for each lane
         (1e10, 1.0, 2, 64 * MIB),  # the cap
@@ -102,7 +102,7 @@ def test_chunks_go_where_they_are_soonest() -> None:
 def test_at_the_end_a_slow_donor_is_not_waited_for() -> None:
     donors = [donor("slow", 1e6), donor("fast", 100e6, lanes=(8 * MIB, 8 * MIB))]
     assert plan(needs(1), CHUNK, donors, CONFIG) == []
-    # With much left to do it is asked, for no more than a chunk: it brings a quarter of one in a second.
+    # With much left to do it is asked, for no more than a chunk: it needs four seconds for one.
     assert [order.donor for order in plan(needs(500), 500 * CHUNK, donors, CONFIG)] == ["slow"]
 
 
