@@ -51,15 +51,15 @@ ENGINES = (
 BASELINES = {"gloo": "raw gloo", "torchft-pg": "torchft PGTransport", "torchft-http": "torchft HTTPTransport"}
 
 
-def measured(wan: Wan, once: Callable[[], float], runs: int) -> list[Run]:
-    """Return so many runs, each with the emulator's lateness during it."""
+def measured(wan: Wan, once: Callable[[], tuple[float, float]], runs: int) -> list[Run]:
+    """Return so many runs, each with the emulator's lateness during it; ``once`` gives seconds, and once connected."""
     found = []
     for _ in range(runs):
         wan.stats(reset=True)
-        seconds = once()
+        seconds, connected = once()
         late = wan.stats().late.mean_microseconds
-        found.append(Run(seconds=seconds, late_microseconds=late))
-        print(f"    {seconds:.1f} s, emulator {late:.0f} us late", flush=True)
+        found.append(Run(seconds=seconds, connected_seconds=connected, late_microseconds=late))
+        print(f"    {seconds:.1f} s, {connected:.1f} s once connected, emulator {late:.0f} us late", flush=True)
     return found
 
 
@@ -74,12 +74,12 @@ def engine_rows(wan: Wan, folder: Path, engine: Engine, options: argparse.Namesp
         donor.ready()
         joiner.ready()
 
-        def once() -> float:
+        def once() -> tuple[float, float]:
             joiner.begin([donor], lanes=engine.lanes, bbr=engine.congestion_control is not None)
             result = joiner.result(_LONGEST_SECONDS)
             if result.error:
                 raise RuntimeError(result.error)
-            return result.seconds
+            return result.seconds, result.connected_seconds
 
         for number, loss in enumerate(LOSSES):
             wan.set("all", loss=loss)
@@ -109,8 +109,8 @@ def baseline_rows(wan: Wan, method: str, options: argparse.Namespace) -> list[Ro
     return rows
 
 
-def baseline(wan: Wan, method: str, num_bytes: int, interpreter: str) -> float:
-    """Run one transfer of one of the others and return its seconds."""
+def baseline(wan: Wan, method: str, num_bytes: int, interpreter: str) -> tuple[float, float]:
+    """Run one transfer of one of the others and return its seconds, twice: connecting is not counted."""
     words = ["--store", f"{wan.address('donor')}:{_PORT}", "--bytes", str(num_bytes)]
 
     def start(host: str, side: str) -> ChildProcess:
@@ -119,11 +119,11 @@ def baseline(wan: Wan, method: str, num_bytes: int, interpreter: str) -> float:
 
     with start("donor", "send"), start("joiner", "receive") as receiver:
         result: dict[str, Any] = json.loads(receiver.line("{", _LONGEST_SECONDS))
-    return float(result["seconds"])
+    return float(result["seconds"]), float(result["seconds"])
 
 
-def share(row: Row) -> str:
-    rate = row.megabits_per_second()
+def share(row: Row, *, connected: bool = False) -> str:
+    rate = row.megabits_per_second(connected=connected)
     return f"{rate * 1e6 / LINK_BITS_PER_SECOND:.3f}" if rate is not None else "none counts"
 
 
@@ -132,15 +132,19 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     cells = []
     for row in rows:
         if row.skipped:
-            cells.append([row.name, "skipped: " + row.skipped, "", "", "", "", ""])
+            cells.append([row.name, "skipped: " + row.skipped, *([""] * 6)])
             continue
         rate = row.megabits_per_second()
         shown = f"{rate:.1f}" if rate is not None else "none counts"
-        cells.append([row.name, f"{row.num_bytes // MIB}", shown, share(row), row.limit, spread(row), lateness(row)])
+        shares = [share(row), share(row, connected=True), row.limit]
+        cells.append([row.name, f"{row.num_bytes // MIB}", shown, *shares, spread(row), lateness(row)])
     return cells
 
 
-HEADER = ("what", "MiB", "Mbit/s", "share of the link", "must be at least", "seconds of each run", "late, us")
+HEADER = (
+    *("what", "MiB", "Mbit/s", "share of the link", "share once connected", "must be at least"),
+    *("seconds of each run", "late, us"),
+)
 METHOD = (
     "200 Mbit/s, round trip 80 ms, each direction loses packets; payload over the link's rate, which counts headers "
     "too, so that 0.965 is the most possible. From dialling to the last verified byte, rendezvous through a "

@@ -16,10 +16,14 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One measurement. It counts only if the emulator handed packets over in time."""
+    """One measurement. It counts only if the emulator handed packets over in time.
+
+    ``connected_seconds``: from the moment on when the two ends were connected.
+    """
 
     seconds: float
     late_microseconds: float
+    connected_seconds: float = 0.0
     note: str = ""
 
     @property
@@ -54,8 +58,13 @@ class Row:
         """The median of the runs that count."""
         return statistics.median(run.seconds for run in self.counted) if self.counted else None
 
-    def megabits_per_second(self) -> float | None:
-        return self.num_bytes * 8 / self.seconds / 1e6 if self.seconds else None
+    @property
+    def connected_seconds(self) -> float | None:
+        return statistics.median(run.connected_seconds for run in self.counted) if self.counted else None
+
+    def megabits_per_second(self, *, connected: bool = False) -> float | None:
+        seconds = self.connected_seconds if connected else self.seconds
+        return self.num_bytes * 8 / seconds / 1e6 if seconds else None
 
 
 def write(
