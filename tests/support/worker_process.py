@@ -9,7 +9,8 @@ Says what happens as JSON lines on standard output, obeys JSON lines on standard
   thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
   test knows where it was.
 
-- ``skew``: from this outer step of lineage 1 on the worker's averages differ from everybody else's in one bit.
+- ``skew``: from this outer step of lineage 1 on the worker's averages differ from everybody else's in one bit;
+  ``skew_size``: only in rosters of at least so many.
 
 Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``,
 ``{"do": "halt", "plan": {...}}`` (a new halt, in place of the one before).
@@ -90,10 +91,11 @@ class Halt:
 class SkewedAverager(Averager):
     """Differs from everybody else in one bit, as a worker does whose memory or processor fails while it averages."""
 
-    def __init__(self, agent: Agent, since: int) -> None:
+    def __init__(self, agent: Agent, since: int, least_members: int) -> None:
         super().__init__(agent.config.bucket_bytes, codec_named(agent.config.gradient_codec))
         self._agent = agent
         self._since = since
+        self._least_members = least_members
 
     def average(
         self,
@@ -104,7 +106,8 @@ class SkewedAverager(Averager):
         timeout: float,
     ) -> list[Tensor]:
         means = super().average(tensors, weights, rank, group, timeout)
-        if self._agent.version.lineage == 1 and self._agent.version.outer_step >= self._since:
+        now = self._agent.version
+        if len(weights) >= self._least_members and now.lineage == 1 and now.outer_step >= self._since:
             means[0].view(-1).view(torch.int32)[0].bitwise_xor_(1)
         return means
 
@@ -154,7 +157,7 @@ def main(plan: dict[str, Any]) -> int:
     threading.Thread(target=listen, daemon=True).start()
     agent = Agent(toy.state, AgentConfig(**plan["agent"]), events=halt)
     if "skew" in plan:
-        agent._averager = SkewedAverager(agent, int(plan["skew"]))
+        agent._averager = SkewedAverager(agent, int(plan["skew"]), int(plan.get("skew_size", 1)))
     try:
         with agent:
             voice.say(
