@@ -88,15 +88,16 @@ def _torchft_pg(store: Store, address: str, state: dict[str, dict[str, torch.Ten
     from torchft.checkpointing.pg_transport import PGTransport
     from torchft.process_group import ProcessGroupGloo
 
+    del address
     group = ProcessGroupGloo(timeout=TIMEOUT)
-    group.configure(f"{address}/torchft", "bench", 0 if sends else 1, 2)
+    # Its own rendezvous advertises the machine's name, which the other host cannot resolve.
+    group._pg = group._create_pg(PrefixStore("torchft", store), 0 if sends else 1, 2)
     transport = PGTransport(group, TIMEOUT, torch.device("cpu"), state_dict=lambda: state)
     if sends:
         store.set("ready", "")
         transport.send_checkpoint([1], step=1, state_dict=state, timeout=TIMEOUT)
     else:
         _timed(store, lambda: transport.recv_checkpoint(0, transport.metadata(), step=1, timeout=TIMEOUT))
-    group.shutdown()
 
 
 def _torchft_http(store: Store, address: str, state: dict[str, dict[str, torch.Tensor]], sends: bool) -> None:
