@@ -91,7 +91,9 @@ class Watch:
         if not pace.keeps_up:
             if elapsed >= 2 * MEASURED_SECONDS:
                 self._verdict = lambda: CannotKeepUp(f"not admitted: {pace.describe()}")
-        elif self._one_phase and progress.total_bytes > pace.rate * pace.period_seconds * ONE_PHASE:
+        elif not self._one_phase or session.machine.private is not None:
+            pass  # the base is whole: what is left is needed in any order
+        elif progress.total_bytes > pace.rate * pace.period_seconds * ONE_PHASE:
             self._verdict = TooSlowForOnePhase
         if self._verdict is not None:
             session.cancel("it would take too long")

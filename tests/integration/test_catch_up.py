@@ -19,6 +19,7 @@ SLOW: dict[str, Any] = {
     "agent": {"inner_steps_per_phase": 30, "recover_timeout_seconds": 80.0},
 }
 """22 MB of outer parts, 11 MB an entry, 23 MB of private parts, phases of 3 s."""
+PERIOD_SECONDS = 3.0
 RATE = 5_900_000
 """Bytes per second with which the outer copy takes 1.25 periods and an entry 0.625, and the private parts 1.3."""
 
@@ -82,19 +83,26 @@ def test_first_roster_soon_after_the_base(tmp_path: Path, codec: str, at_most: i
         assert step_of(joined["version"]) > step_of(base["version"])
         assert step_of(base["version"]) < at_base, "the transfer was not slower than a phase: nothing was caught up"
         first = joiner.wait_said("boundary")
-        assert step_of(first["version"]) - at_base <= at_most
+        late = [
+            m["fetch_seconds"] for m in heard(joiner, "CommitReplayed") if m["fetch_seconds"] > 0.8 * PERIOD_SECONDS
+        ]
+        # Where a busy machine, not the cap, made an entry take longer, that entry may have cost a boundary more.
+        assert step_of(first["version"]) - at_base <= at_most + len(late)
         replayed = [step_of(m["version"]) for m in heard(joiner, "CommitReplayed")]
         assert replayed[:2] == [step_of(base["version"]) + 1, step_of(base["version"]) + 2][: len(replayed)]
         assert heard(joiner, "CatchUpRebased") == []
         assert_joined_bit_equal(joiner, others[0])
         cut = (joined["version"], joined["inner_step"])
         assert heard(joiner, "ScalarsRefreshed")[0]["cut"] == f"{cut[0]}+{cut[1]}"
+        at_boundary = cut[1] == SLOW["agent"]["inner_steps_per_phase"]
+        # A cut at a boundary is seen at the next phase's first step: only progress changes there.
+        step = (f"L1.k{step_of(cut[0]) + 1}", 0) if at_boundary else cut
         at_cut = others[0].wait(
-            lambda m: m["say"] == "step" and (m["version"], m["inner_step"]) == cut, f"a step at {cut}"
+            lambda m: m["say"] == "step" and (m["version"], m["inner_step"]) == step, f"a step at {step}"
         )
         assert joined["next_rates"] == at_cut["next_rates"]
         assert len(joined["next_rates"]) == 21
-        for name in ("scheduler", "buffers", "local_progress"):
+        for name in ("scheduler", "buffers") if at_boundary else ("scheduler", "buffers", "local_progress"):
             assert joined["parts"][name] == at_cut["parts"][name]
 
 
@@ -104,9 +112,7 @@ def test_donor_killed_while_its_joiner_catches_up(tmp_path: Path) -> None:
         others = start(fleet, count=3, donors=2)
         joiner = fleet.worker("w3", seed=3, halt={"event": "BaseRestored"}, **SLOW)
         halted = joiner.wait_said("halted")
-        private = [m for m in heard(joiner, "TransferEnded") if not m["failure"] and not m["cut"].endswith("+0")]
-        assert len(private) == 1
-        donor = next(w for w in others if w.name == heard(joiner, "TransferStarted")[1]["donors"][0])
+        (donor,) = (w for w in others if heard(w, "SnapshotCaptured"))
         donor.signal(signal.SIGKILL)
         donor.end()
         with fleet.operator() as operator:
@@ -116,8 +122,8 @@ def test_donor_killed_while_its_joiner_catches_up(tmp_path: Path) -> None:
         assert_joined_bit_equal(joiner, survivor)
         joined = joiner.wait_said("joined")
         assert step_of(joined["version"]) > step_of(halted["version"])
-        moved = [m for m in heard(joiner, "TransferEnded") if m["payload_bytes"] > 20_000_000]
-        assert len([m for m in moved if not m["cut"].endswith("+0")]) == 1
+        captured = heard(donor, "SnapshotCaptured") + heard(survivor, "SnapshotCaptured")
+        assert [m["num_bytes"] > 20_000_000 for m in captured] == [True] + [False] * (len(captured) - 1)
 
 
 def test_coordinator_killed_while_a_joiner_catches_up(tmp_path: Path) -> None:

@@ -22,8 +22,11 @@ class Transfer:
         self.cancelled: list[str] = []
         self._clock, self._watch, self._rates = clock, watch, rates
         self._arrived = dict.fromkeys(rates, 0.0)
-        self._session: Any = SimpleNamespace(
-            machine=SimpleNamespace(arrived_bytes=lambda: {name: int(n) for name, n in self._arrived.items()}),
+        self.session: Any = SimpleNamespace(
+            machine=SimpleNamespace(
+                private=None,
+                arrived_bytes=lambda: {name: int(n) for name, n in self._arrived.items()},
+            ),
             cancel=self._cancel,
         )
 
@@ -41,7 +44,7 @@ class Transfer:
                 total_bytes=total_bytes,
                 bytes_per_second=sum(self._rates.values()),
             )
-            self._watch(progress, self._session)
+            self._watch(progress, self.session)
 
 
 def pace_of(period: float, entry: int = 1000) -> tuple[Pace, ManualClock]:
@@ -68,6 +71,14 @@ def test_a_base_that_fills_most_of_a_phase_is_fetched_in_another_order() -> None
     transfer.run(2, total_bytes=2000)
     assert transfer.cancelled
     assert isinstance(watch.judge(CANCELLED), TooSlowForOnePhase)
+
+
+def test_a_base_that_is_whole_is_not_given_up() -> None:
+    pace, clock = pace_of(10.0)
+    transfer = Transfer(pace, clock, pace.watch(all_donors=True, one_phase=True), d0=200.0)
+    transfer.session.machine.private = object()  # its manifest has come
+    transfer.run(5, total_bytes=9000)
+    assert not transfer.cancelled
 
 
 def test_less_than_an_entry_a_period_is_refused_with_both_rates() -> None:
