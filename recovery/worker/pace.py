@@ -91,7 +91,7 @@ class Watch:
         if not pace.keeps_up:
             if elapsed >= 2 * MEASURED_SECONDS:
                 self._verdict = lambda: CannotKeepUp(f"not admitted: {pace.describe()}")
-        elif not self._one_phase or session.machine.private is not None:
+        elif not self._one_phase or progress.verified_bytes >= progress.total_bytes or session.machine.private:
             pass  # the base is whole: what is left is needed in any order
         elif progress.total_bytes > pace.rate * pace.period_seconds * ONE_PHASE:
             self._verdict = TooSlowForOnePhase
