@@ -71,6 +71,7 @@ def assert_joined_bit_equal(joiner: Worker, donor: Worker, boundaries: int = 2) 
         assert [name for name in REPLICATED if mine[version][name] != theirs[version][name]] == [], version
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("codec", "at_most"), [("plain", 3), ("int8", 2)])
 def test_first_roster_soon_after_the_base(tmp_path: Path, codec: str, at_most: int) -> None:
     settings = {"gradient_codec": codec}
@@ -127,6 +128,7 @@ def test_donor_killed_while_its_joiner_catches_up(tmp_path: Path) -> None:
         assert [m["cut"] for m in moved if not m["cut"].endswith("+0")] == []
 
 
+@pytest.mark.chaos
 def test_coordinator_killed_while_a_joiner_catches_up(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         others = start(fleet, count=2, donors=1)
@@ -139,6 +141,7 @@ def test_coordinator_killed_while_a_joiner_catches_up(tmp_path: Path) -> None:
         assert_joined_bit_equal(joiner, others[0])
 
 
+@pytest.mark.chaos
 def test_boundary_aborted_while_a_joiner_catches_up(tmp_path: Path) -> None:
     """An epoch that fails leaves no entry; the one that commits does, and is what the joiner replays."""
     with Fleet(tmp_path) as fleet:
@@ -159,6 +162,7 @@ def test_boundary_aborted_while_a_joiner_catches_up(tmp_path: Path) -> None:
         assert len(set(rosters)) > 2, "the epoch was not averaged a second time"
 
 
+@pytest.mark.chaos
 def test_overflow_takes_a_new_base(tmp_path: Path) -> None:
     """A joiner that stood still for so long that its entries are gone fetches a newer base, once."""
     with Fleet(tmp_path) as fleet:
@@ -190,6 +194,7 @@ def test_a_link_too_slow_is_not_admitted_and_status_says_what_it_needs(tmp_path:
         assert_joined_bit_equal(joiner, others[0])
 
 
+@pytest.mark.chaos
 def test_a_resync_slower_than_a_phase_ends_well(tmp_path: Path) -> None:
     """A live worker goes through the same steps; until its base is whole it keeps the state that it has."""
     with Fleet(tmp_path) as fleet:
