@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,11 @@ def test_neither_descriptors_nor_threads_pile_up() -> None:
         run_joiner([donor], wires, Destinations(), want_private=False, config=JoinerConfig(lanes=8)).run()
         donor.join()
         seen.append(counts())
-    assert seen[-1] == seen[1]
+    # gloo's own thread closes what it was told to close a little later: what was piled up would stay.
+    deadline = time.monotonic() + 20.0
+    while (left := counts()) > seen[1] and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert left <= seen[1], seen
 
 
 @pytest.mark.parametrize("moment", ["before", "dialling", "manifest"])
