@@ -388,8 +388,10 @@ class Agent:
         stood_at = from_proto(welcome.data_position_version)
         if not welcome.data_position or recovered.own_position or recovered.source == "origin":
             return
-        if stood_at.outer_step <= recovered.version.outer_step:
-            restore_kept(self._context.state, welcome.data_position)
+        if stood_at.outer_step > recovered.version.outer_step:
+            lost = stood_at.outer_step - recovered.version.outer_step
+            logger.warning("%s: the samples of %d lost steps are not drawn again", self.worker, lost)
+        restore_kept(self._context.state, welcome.data_position)
 
     def _begin_phase(self, *, late: bool) -> None:
         local = self._context.state.local_progress

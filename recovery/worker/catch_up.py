@@ -82,6 +82,7 @@ class CatchUp:
         self._private_committed = False
         self._rebases = 0
         self._last_end: Version | None = None
+        self._inner_step_at_end = 0
         self._payload_bytes = self._reused_bytes = self._num_tensors = self._num_bytes = 0
 
     def begin(self) -> None:
@@ -109,8 +110,10 @@ class CatchUp:
         period = ticket.outer_period.ToTimedelta().total_seconds()
         self._pace.period_seconds = self._context.inbox.outer_period_seconds or period
         if self._goes_on_from_its_last_end(ticket):
-            self._outer = self._cut = self._last_end
-            self._private_committed = True
+            self._outer = self._last_end
+            if self._context.state.local_progress.inner_step == self._inner_step_at_end:
+                self._cut, self._private_committed = self._last_end, True
+            # Otherwise it trained since: its private parts are those of no cut any more, and are fetched again.
         self._last_end = None
         try:
             return self._carry_out(ticket)
@@ -123,6 +126,8 @@ class CatchUp:
         while True:
             if self._cut is None:
                 self._fetch_private(ticket)
+                if self._outer is not None:
+                    self._commit_private()
             if self._outer is None:
                 self._fetch_base(ticket)
             self._replay_commits(ticket)
@@ -178,6 +183,14 @@ class CatchUp:
             return
         self._count(result)
         self._commit_base(version, fingerprint)
+
+    def _commit_private(self) -> None:
+        """Take a donor's private parts beside an outer state that this worker already holds."""
+        self._context.standing.update(poisoned=True, ready=False)
+        report = self._peers.commit(PRIVATE)
+        self._num_tensors += report.num_tensors
+        self._num_bytes += report.num_bytes
+        self._private_committed = True
 
     def _commit_base(self, version: Version, fingerprint: Fingerprint) -> None:
         """The first write into a live worker's state: both kinds of parts are whole and verified."""
@@ -306,6 +319,7 @@ class CatchUp:
     def _end(self, version: Version) -> Restored:
         self._context.snapshots.phase_begins()
         self._last_end = version
+        self._inner_step_at_end = self._context.state.local_progress.inner_step
         restored = Restored(
             version=version,
             source="peers",
