@@ -47,7 +47,7 @@ def links(wan: Wan) -> None:
     wan.stats(reset=True)
 
 
-@pytest.mark.parametrize("congestion_control", ["bbr", None])
+@pytest.mark.parametrize("congestion_control", ["bbr", pytest.param(None, marks=pytest.mark.chaos)])
 def test_a_far_and_lossy_donor_brings_every_byte(scene: Scene, congestion_control: str | None) -> None:
     donors = scene.donors(1, congestion_control=congestion_control)
     joiner = scene.joiner(congestion_control=congestion_control)
