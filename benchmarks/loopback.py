@@ -110,6 +110,7 @@ class SocketConversation(Generic[Sent, Got]):
 
     def close(self, reason: str, /) -> None:
         del reason
+        self._inbox.put(None)  # a blocked ``receive`` of this side raises now, not at its timeout
         self._connection.close()
 
 
