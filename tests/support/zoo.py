@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -90,7 +92,9 @@ class Worker:
         progress = self.state.local_progress
         generator = torch.Generator().manual_seed(1000 + progress.inner_step)
         batch = self.case.batch(generator)
-        torch.manual_seed(progress.inner_step)  # some optimizers draw random numbers
+        torch.manual_seed(progress.inner_step)  # some optimizers draw random numbers, from any of the three generators
+        numpy.random.seed(progress.inner_step)
+        random.seed(progress.inner_step)
 
         def closure() -> Tensor:
             for optimizer in self.inner.values():
