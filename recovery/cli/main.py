@@ -34,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code. Every error of this package is one line on standard error."""
-    # gRPC's own log lines would stand between ours; has to be set before gRPC is imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         build()(args=list(arguments), prog_name="recovery")
     except SystemExit as end:

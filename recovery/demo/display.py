@@ -18,6 +18,7 @@ from recovery.demo.proofs import Proof
 from recovery.demo.reports import COORDINATOR, DEMO, Entry
 
 _STYLES = {"act": "bold cyan", "killed": "red", "flipped": "red", "error": "red"}
+_VERDICT_STYLES = {"yes": "bold green", "NO": "bold red", "open": "yellow"}
 
 
 class Display(Protocol):
@@ -43,7 +44,10 @@ class JsonDisplay:
         print(entry.to_json(), file=self._out, flush=True)
 
     def result(self, proofs: Sequence[Proof], notes: Sequence[str], seconds: float) -> None:
-        table = [{"name": proof.name, "holds": proof.holds, "detail": proof.detail} for proof in proofs]
+        table = [
+            {"name": proof.name, "holds": proof.holds, "verdict": proof.verdict, "detail": proof.detail}
+            for proof in proofs
+        ]
         proved = all(proof.holds for proof in proofs)
         result = {
             "type": "result",
@@ -73,7 +77,7 @@ class PlainDisplay:
         width = max((len(proof.name) for proof in proofs), default=0)
         print(f"\nWhat was proved, in {seconds:.0f} s:", file=self._out)
         for proof in proofs:
-            print(f"  {'yes' if proof.holds else 'NO '}  {proof.name:<{width}}  {proof.detail}", file=self._out)
+            print(f"  {proof.verdict:<4}  {proof.name:<{width}}  {proof.detail}", file=self._out)
         for note in notes:
             print(note, file=self._out)
         self._out.flush()
@@ -144,7 +148,7 @@ class LiveDisplay:
         for column in ("", "claim", "what was compared"):
             table.add_column(column, overflow="fold")
         for proof in proofs:
-            verdict = Text("yes", style="bold green") if proof.holds else Text("NO", style="bold red")
+            verdict = Text(proof.verdict, style=_VERDICT_STYLES[proof.verdict])
             table.add_row(verdict, Text(proof.name), Text(proof.detail))
         self._console.print(table)
         for note in notes:

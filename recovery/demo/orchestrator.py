@@ -52,7 +52,8 @@ def run_demo(settings: ScenarioSettings, display: Display, *, out: Path | None, 
         except KeyboardInterrupt:
             code = INTERRUPTED
             notes.append("Interrupted: all processes were ended.")
-        proofs = examine(record.entries(), Expectation(workers=settings.workers, outer_steps=settings.outer_steps))
+        expectation = Expectation(workers=settings.workers, outer_steps=settings.outer_steps)
+        proofs = examine(record.entries(), expectation, told_in_full=code == PROVED)
         notes.append(stalls(record.entries()))
         notes += _leave(record.entries(), folder, out)
         if keep:

@@ -20,18 +20,27 @@ class Proof:
     name: str
     holds: bool
     detail: str
-    """What was compared, or the first thing that is wrong."""
+    """What was compared, or the first thing that is wrong or was not reached."""
+    told_in_full: bool = True
+    """Whether the story came to its end: if not, what does not hold may only not have been reached."""
+
+    @property
+    def verdict(self) -> str:
+        """The table's first column."""
+        if self.holds:
+            return "yes"
+        return "NO" if self.told_in_full else "open"
 
 
-def examine(entries: Sequence[Entry], expectation: Expectation) -> list[Proof]:
-    """Return every proof, in the order of the table."""
+def examine(entries: Sequence[Entry], expectation: Expectation, *, told_in_full: bool = True) -> list[Proof]:
+    """Return every proof, in the order of the table; ``told_in_full`` is false for a story that was cut off."""
     history = History(entries)
     proofs = []
     for name, check in _CHECKS:
         try:
-            proofs.append(Proof(name=name, holds=True, detail=check(history, expectation)))
+            proofs.append(Proof(name=name, holds=True, detail=check(history, expectation), told_in_full=told_in_full))
         except NotProved as failure:
-            proofs.append(Proof(name=name, holds=False, detail=str(failure)))
+            proofs.append(Proof(name=name, holds=False, detail=str(failure), told_in_full=told_in_full))
     return proofs
 
 

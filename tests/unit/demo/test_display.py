@@ -12,8 +12,9 @@ from rich.console import Console
 
 from recovery.demo import plot
 from recovery.demo.display import JsonDisplay, LiveDisplay, PlainDisplay, choose
+from recovery.demo.history import Expectation
 from recovery.demo.narration import narrate, stalls
-from recovery.demo.proofs import Proof
+from recovery.demo.proofs import Proof, examine
 from recovery.demo.reports import Entry
 from tests.unit.demo.story import good_story
 
@@ -64,8 +65,8 @@ def test_plain_lines_and_the_table() -> None:
     display.result(PROOFS, ["picture: x.png"], 61.0)
     display.close()
     text = out.getvalue()
-    assert "  yes  whole " in text
-    assert "  NO   healed" in text
+    assert "  yes   whole " in text
+    assert "  NO    healed" in text
     assert "in 61 s" in text
     assert text.endswith("picture: x.png\n")
     assert "\x1b" not in text
@@ -136,3 +137,10 @@ def test_the_training_threads_stalls_are_summed() -> None:
     assert "gave 2 ms in all" in line
     assert "at most 2.0 ms at once" in line
     assert "1.50 MB" in line
+
+
+def test_what_an_interrupted_story_did_not_reach_is_open_and_not_refuted() -> None:
+    entries = good_story()[:3]
+    expectation = Expectation(workers=4, outer_steps=8)
+    assert {proof.verdict for proof in examine(entries, expectation)} == {"NO"}
+    assert {proof.verdict for proof in examine(entries, expectation, told_in_full=False)} == {"open"}
