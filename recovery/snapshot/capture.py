@@ -117,8 +117,13 @@ class PrivateCapture:
         """Requests that were cancelled are forgotten; memory that nobody waits for is given back. Any thread."""
         with self._lock:
             self._requests = [request for request in self._requests if not request.future.cancelled()]
-            if not self._requests and self._capture is None:
-                self._preparation = None
+            if self._requests:
+                return
+            self._preparation = None
+            # One that runs has no reader either: what is not copied yet is left, and who works on it finds it gone.
+            unwanted, self._capture = self._capture, None
+        if unwanted is not None:
+            unwanted.jobs.cancel()
 
     # Training thread
 
@@ -188,7 +193,10 @@ class PrivateCapture:
         with self._stall.measure(StallCause.CAPTURE_MEASURE):
             values = {name: held(value) for name, value in self._values().items()}
             preparation = Preparation(values)
-            self._preparation = preparation
+            with self._lock:
+                if not self._requests:
+                    return  # cancelled meanwhile, and nobody tidies up after the last one
+                self._preparation = preparation
             if sum(map(bytes_in, values.values())) <= self._measure_in_step_bytes:
                 self._reserve(preparation)
                 return
@@ -339,6 +347,8 @@ class PrivateCapture:
 
     def _hand_over(self, capture: Capture, cut: Cut, requests: list[Request]) -> None:
         requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
+        if not requests:
+            return  # a snapshot without a reader would stay: its memory goes back when the last one's lease ends
         try:
             if capture.jobs.error is not None:
                 raise capture.jobs.error

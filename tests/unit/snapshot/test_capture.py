@@ -427,14 +427,72 @@ def test_a_part_that_cannot_be_read_fails_the_request_and_not_the_step(
 def test_a_cancelled_request_is_forgotten_and_its_memory_given_back() -> None:
     donor = Donor(IN_BACKGROUND)
     with donor.snapshots:
+        reserves = threading.Event()
+        donor.snapshots._copier.submit(lambda: reserves.wait(20))
         future = donor.ask()
-        donor.snapshots.inner_boundary()
+        donor.snapshots.inner_boundary()  # finds no memory yet
+        reserves.set()
         assert until(lambda: donor.snapshots.vault.used_bytes > 0)
         assert future.cancel()
         assert until(lambda: donor.snapshots.vault.used_bytes == 0), "the keeper gives it back"
         donor.step()
         donor.step()
         assert donor.events.of(SnapshotCaptured) == []
+
+
+def test_a_capture_that_ends_after_the_last_request_was_cancelled_leaves_nothing() -> None:
+    donor = Donor()
+    with donor.snapshots:
+        hands_over = threading.Event()
+        donor.snapshots._digester.submit(lambda: hands_over.wait(20))
+        future = donor.ask()
+        donor.snapshots.inner_boundary()  # the capture runs to its end; only handing it over is held up
+        assert until(lambda: donor.snapshots._capture._capture is None)
+        assert future.cancel()
+        hands_over.set()
+        assert until(lambda: donor.snapshots.vault.used_bytes == 0)
+        assert donor.events.of(SnapshotCaptured) == []
+        donor.check(_served(donor))
+
+
+def test_a_running_capture_that_nobody_waits_for_ends_without_another_step() -> None:
+    donor = Donor()
+    with donor.snapshots:
+        future = donor.ask()
+        donor.step()  # begun at the step's end; its scalars would be read at the next boundary
+        assert donor.snapshots._capture._capture is not None
+        assert future.cancel()
+        assert until(lambda: donor.snapshots.vault.used_bytes == 0)
+        donor.check(_served(donor))
+
+
+def test_a_request_cancelled_while_its_capture_is_prepared_leaves_nothing() -> None:
+    donor = Donor(IN_BACKGROUND)
+    future: Future[Lease] | None = None
+
+    def cancels() -> dict[str, object]:
+        if future is not None and future.cancel():
+            donor.snapshots.expire_leases()  # the keeper comes by and finds nothing wanted any more: it falls asleep
+        return {}
+
+    donor.trainee.state.add("cancels", cancels, PartClass.PRIVATE_COPIED)
+    donor.note()
+    with donor.snapshots:
+        donor.snapshots._keeper.close()
+        future = donor.ask()
+        donor.snapshots.inner_boundary()
+        assert future.cancelled()
+        done = threading.Event()
+        donor.snapshots._copier.submit(done.set)  # behind whatever was reserved
+        assert done.wait(20)
+        assert until(lambda: donor.snapshots.vault.used_bytes == 0)
+
+
+def _served(donor: Donor) -> Future[Lease]:
+    """Whoever asks later is served as if nothing had been."""
+    future = donor.ask("later")
+    donor.snapshots.inner_boundary()
+    return future
 
 
 def test_closing_fails_those_who_wait() -> None:
