@@ -78,8 +78,8 @@ def tensor_leaf(path: str, value: torch.Tensor) -> Leaf:
     """Return the leaf for a tensor of any supported class.
 
     Raises:
-        UnsupportedLeaf: a subclass other than Parameter and DTensor, a sparse, quantized, meta or lazily conjugated
-            tensor, or a dtype without a byte form.
+        UnsupportedLeaf: a subclass other than Parameter and DTensor, a sparse, nested, quantized, meta or lazily
+            conjugated tensor, or a dtype without a byte form.
     """
     cls = type(value)
     local, shard = value, None
@@ -90,6 +90,8 @@ def tensor_leaf(path: str, value: torch.Tensor) -> Leaf:
     else:
         kind = TensorKind.PARAMETER if isinstance(value, nn.Parameter) else TensorKind.TENSOR
         local, shard = _shard_of(path, value)
+    if local.is_nested:  # before anything asks for its sizes, which it does not have
+        raise unsupported(path, value, "it is nested: store list(value.unbind())")
     if local.layout is not torch.strided:
         raise unsupported(path, value, f"its layout is {local.layout}: store value.to_dense()")
     if local.dtype not in DTYPE_NAMES:

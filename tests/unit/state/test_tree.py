@@ -238,6 +238,11 @@ class TestRefusals:
         with pytest.raises(UnsupportedLeaf, match=rf"(?s)groups/1.*{remedy}"):
             split({"groups": [0, value]})
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_a_nested_tensor_is_refused_before_its_sizes_are_asked_for(self) -> None:
+        with pytest.raises(UnsupportedLeaf, match="unbind"):
+            split({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
+
     def test_cycles(self) -> None:
         with pytest.raises(UnsupportedLeaf, match=r"x/0/back.*contains itself"):
             split({"x": _cycle()})
