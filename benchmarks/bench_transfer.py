@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, megabytes: int, config: JoinerConfig) -> None:
         self._config = config
         self._store = TcpKeyValue(0, server=True)
-        self._listener = Listener((HOST, 0))
+        self._listener = Listener(family="AF_UNIX")
         self._child = subprocess.Popen(
             [
                 sys.executable,
@@ -65,7 +65,7 @@ class Bench:
                 "benchmarks.loopback",
                 f"--megabytes={megabytes}",
                 f"--store-port={self._store.port}",
-                f"--letters-port={self._listener.address[1]}",
+                f"--letters={self._listener.address}",
             ]
         )
         self._state = diloco_state(megabytes * MIB, seed=2, fill=False)
