@@ -70,6 +70,7 @@ class DonorConfig:
         progress_seconds: A joiner that takes nothing of what it asked for for this long is given up.
         open_seconds: A stream without ``Open`` ends after this.
         grace_seconds: How long a lost joiner's lease is kept; told to the joiner.
+        seal: Refuse joiners that do not ask for sealed payloads. Those that ask get them either way.
     """
 
     data_host: str
@@ -79,6 +80,7 @@ class DonorConfig:
     progress_seconds: float = 10.0
     open_seconds: float = 10.0
     grace_seconds: float = 60.0
+    seal: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_lanes <= MAX_LANES:
@@ -100,11 +102,14 @@ class DonorMachine:
     Args:
         config: Limits.
         scope: Where the two groups meet; unique to this conversation.
+        sealing_key: This end's public key, for joiners that ask for sealed payloads.
     """
 
-    def __init__(self, config: DonorConfig, scope: str) -> None:
+    def __init__(self, config: DonorConfig, scope: str, sealing_key: bytes = b"") -> None:
         self._config = config
         self._scope = scope
+        self._sealing_key = sealing_key
+        self._far_key = b""
         self._phase = _Phase.AWAITING_OPEN
         self._version = Version(0, 0)
         self._first = OUTER
@@ -218,6 +223,12 @@ class DonorMachine:
         self._first = letter.lends or OUTER
         if self._first not in (OUTER, PRIVATE, JOURNAL, SCALARS):
             raise DonorRefused(f"{self.joiner} asks for manifest role {self._first}, which this donor does not know")
+        if self._config.seal and not letter.sealing_key:
+            raise DonorRefused(
+                f"{self.joiner} does not ask for sealed payloads, and this run's are: "
+                "set seal_payloads, certificate and authority alike on all workers"
+            )
+        self._far_key = letter.sealing_key
         wished = letter.lanes or choose_lanes(None, bbr=False)
         self._lanes = max(1, min(wished, self._config.max_lanes))
         return [Admit(letter, self._version, self._first)]
@@ -237,8 +248,9 @@ class DonorMachine:
                 manifest_bytes=len(lent.encoded),
                 grace=_duration(self._config.grace_seconds),
                 until_boundary=lent.until_boundary,
+                sealing_key=self._sealing_key if self._far_key else b"",
             )
-            actions = [Say(DonorLetter(opened=opened)), OpenLink(self._scope, self._lanes)]
+            actions = [Say(DonorLetter(opened=opened)), OpenLink(self._scope, self._lanes, self._far_key)]
         else:
             self._capturing = False
         return actions + [Say(letter) for letter in cut_manifest(lent.role, lent.encoded)]

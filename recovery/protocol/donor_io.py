@@ -123,8 +123,11 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
+    """Open this end of the link; ``sealing_key``: the joiner's public key, empty if payloads are not sealed."""
+
     scope: str
     lanes: int
+    sealing_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

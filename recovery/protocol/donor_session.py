@@ -40,6 +40,7 @@ from recovery.protocol.donor_io import (
     Unreadable,
     ViewsClosed,
 )
+from recovery.protocol.letters import sealing_context
 from recovery.protocol.ports import (
     JOURNAL,
     OUTER,
@@ -55,6 +56,7 @@ from recovery.protocol.ports import OpenLink as OpenLinkPort
 from recovery.protocol.rate import RateLimiter
 from recovery.state.manifest import manifest_digest
 from recovery.transport.link import Link, Transfer
+from recovery.transport.sealed import SealingKeys
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +135,8 @@ class DonorSession:
         self._open_link = open_link
         self._limiter = limiter
         self._clock = clock or SystemClock()
-        self._machine = DonorMachine(config, scope)
+        self._keys = SealingKeys()
+        self._machine = DonorMachine(config, scope, self._keys.public)
         self._queue: queue.SimpleQueue[DonorEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._leases: dict[Role, SourceLease] = {}
@@ -150,6 +153,7 @@ class DonorSession:
         self._finish: Finish | None = None
         self._capture: Future[SourceLease] | None = None
         self._last_pull_id = 0
+        self._agreed: tuple[bytes, ...] = ()
 
     @property
     def joiner(self) -> str:
@@ -208,8 +212,8 @@ class DonorSession:
                         self._conversation.send(letter)
                 case Admit():
                     self._admit_and_lend(action)
-                case OpenLink(scope, lanes):
-                    self._spawn("link", lambda scope=scope, lanes=lanes: self._link_up(scope, lanes))
+                case OpenLink():
+                    self._spawn("link", lambda action=action: self._link_up(action))
                 case Send(pull_id=pull_id, lane=lane):
                     self._last_pull_id = pull_id
                     self._lanes[lane].put(action)
@@ -236,6 +240,7 @@ class DonorSession:
         return f"joiner {self._machine.joiner}"
 
     def _admit_and_lend(self, action: Admit) -> None:
+        self._agreed = sealing_context(action.open.run_id, action.open.transfer_id, action.open.attempt)
         try:
             self._admit(action.open)
             match action.role:
@@ -307,9 +312,12 @@ class DonorSession:
         except Exception as error:  # noqa: BLE001 - the thread's root: a broken stream ends this conversation only
             self._queue.put(Ended(DonorLost(f"the conversation failed: {error!r}")))
 
-    def _link_up(self, scope: str, lanes: int) -> None:
+    def _link_up(self, action: OpenLink) -> None:
         try:
-            link = self._open_link(scope, self._config.data_host, lanes, self._over)
+            link = self._open_link(action.scope, self._config.data_host, action.lanes, self._over)
+            if action.sealing_key:
+                context = (*self._agreed, action.scope.encode())
+                link = self._keys.seal(link, action.sealing_key, donor=True, context=context, peer=self._holder)
         except RecoveryError as error:
             self._queue.put(Stopped(error))
             return

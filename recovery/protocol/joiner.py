@@ -84,6 +84,7 @@ class JoinerConfig:
         lanes: Sockets to each donor; 0: by the path's round trip.
         bbr: Whether BBR may be used, as found on this machine if not given; few sockets are enough then.
         delta: Hash what the destination holds first and pull only what differs.
+        seal: Take payload only from donors that seal it.
         planner: Sizes of pieces and windows.
     """
 
@@ -92,6 +93,7 @@ class JoinerConfig:
     lanes: int = 0
     bbr: bool = field(default_factory=lambda: permits("bbr"))
     delta: bool = False
+    seal: bool = False
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
@@ -139,6 +141,11 @@ class _Donor:
 class JoinerMachine:
     """Decides what the joiner says, posts and checks. Not thread-safe; time comes as an argument.
 
+    Args:
+        attempt: What the ticket orders.
+        config: How to go about it.
+        sealing_key: This end's public key, if donors must seal what they send; empty: they need not.
+
     Attributes:
         payload_bytes: Bytes that arrived over links, whatever became of them.
         failures: Donors that were dropped, with the reason.
@@ -146,9 +153,10 @@ class JoinerMachine:
         private: The private manifest that was asked for after it, once there is one.
     """
 
-    def __init__(self, attempt: Attempt, config: JoinerConfig) -> None:
+    def __init__(self, attempt: Attempt, config: JoinerConfig, sealing_key: bytes = b"") -> None:
         self._attempt = attempt
         self._config = config
+        self._sealing_key = sealing_key
         self._donors = {peer.name: _Donor(peer, meter=RateMeter(peer.measured_rate)) for peer in attempt.donors}
         self._tables: dict[Role, ChunkTable] = {}
         self._next_flight = 1
@@ -261,6 +269,7 @@ class JoinerMachine:
             lanes=self._config.lanes or choose_lanes(measured, bbr=self._config.bbr),
             data_host=attempt.data_host,
             lends=attempt.first,
+            sealing_key=self._sealing_key,
         )
         return [Say(donor.peer.name, JoinerLetter(open=letter))]
 
@@ -296,12 +305,16 @@ class JoinerMachine:
     def _opened(self, donor: _Donor, opened: peer_pb2.Opened) -> list[JoinerAction]:
         if donor.phase is not _Phase.OPENING or not 1 <= opened.lanes <= MAX_LANES:
             raise ManifestRejected(f"{donor.peer.name} answered out of order, or with {opened.lanes} lanes")
+        if self._sealing_key and not opened.sealing_key:
+            error = DonorRefused(f"{donor.peer.name} does not seal its payload, and this worker asks it to")
+            return self._lose(donor, error)
         donor.phase = _Phase.MANIFEST
         donor.assembler = ManifestAssembler(
             self._attempt.first, num_bytes=opened.manifest_bytes, digest=opened.manifest_digest
         )
         donor.lane_bytes = [0] * opened.lanes
-        return [OpenLink(donor.peer.name, opened.scope, opened.lanes)]
+        far_key = opened.sealing_key if self._sealing_key else b""
+        return [OpenLink(donor.peer.name, opened.scope, opened.lanes, far_key)]
 
     def _manifest_piece(self, donor: _Donor, piece: peer_pb2.ManifestPiece) -> list[JoinerAction]:
         first = piece.role == self._attempt.first

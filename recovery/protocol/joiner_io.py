@@ -124,9 +124,12 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
+    """Open this end of the link; ``sealing_key``: the donor's public key, empty if payloads are not sealed."""
+
     donor: str
     scope: str
     lanes: int
+    sealing_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -11,10 +12,12 @@ from collections.abc import Callable
 import torch
 
 from protos.recovery.v1.peer_pb2 import JoinerLetter
-from recovery.errors import DonorLost, RecoveryError
+from recovery.errors import ChunkDamaged, DonorLost, RecoveryError
 from recovery.protocol.joiner_io import Arrived, Dialled, Ended, Heard, JoinerEvent, LinkOpened, PostedPull, Quiet
 from recovery.protocol.ports import Dial, DonorPeer, JoinerConversation, OpenLink
 from recovery.transport.link import Link, Transfer
+
+logger = logging.getLogger(__name__)
 
 _RECEIVE_SECONDS = 0.5
 _WAIT_SECONDS = 600.0
@@ -33,6 +36,7 @@ class DonorLine:
         dial: Opens the stream.
         probe: Measures the round trip if ``dial`` did not; None: then it is not measured.
         open_link: Opens this end of the link.
+        seal: Returns the link sealed; called with it, the donor's public key, the scope and the donor's name.
         data_host: What the link binds.
     """
 
@@ -44,6 +48,7 @@ class DonorLine:
         dial: Dial,
         probe: Callable[[DonorPeer], float] | None,
         open_link: OpenLink,
+        seal: Callable[[Link, bytes, str, str], Link],
         data_host: str,
     ) -> None:
         self._peer = peer
@@ -51,6 +56,7 @@ class DonorLine:
         self._dial = dial
         self._probe = probe
         self._open_link = open_link
+        self._seal = seal
         self._data_host = data_host
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
@@ -72,9 +78,9 @@ class DonorLine:
             with contextlib.suppress(RecoveryError):  # the receiving side reports why the stream ended
                 conversation.send(letter)
 
-    def open_link(self, scope: str, lanes: int) -> None:
-        """Begin to open the link."""
-        self._spawn("link", lambda: self._link_up(scope, lanes))
+    def open_link(self, scope: str, lanes: int, sealing_key: bytes = b"") -> None:
+        """Begin to open the link, sealed if the donor has sent its public key."""
+        self._spawn("link", lambda: self._link_up(scope, lanes, sealing_key))
 
     def post(self, memory: torch.Tensor, pulls: tuple[PostedPull, ...]) -> bool:
         """Post receives into a chunk's memory. False: the link is broken, which is reported as an event."""
@@ -164,10 +170,12 @@ class DonorLine:
         except Exception as error:  # noqa: BLE001 - the thread's root: whatever else went wrong ends this donor, not the joiner
             self._report(Ended(name, DonorLost(f"{name}: the conversation failed: {error!r}")))
 
-    def _link_up(self, scope: str, lanes: int) -> None:
+    def _link_up(self, scope: str, lanes: int, sealing_key: bytes) -> None:
         name = self._peer.name
         try:
             link = self._open_link(scope, self._data_host, lanes, self._cancelled)
+            if sealing_key:
+                link = self._seal(link, sealing_key, scope, name)
         except RecoveryError as error:
             self._report(Ended(name, error))
             return
@@ -188,6 +196,10 @@ class DonorLine:
             pull_id, transfer = posted
             try:
                 transfer.wait(_WAIT_SECONDS)
+            except ChunkDamaged as error:
+                # The link is whole. What the memory holds now is judged by its digest, as any damaged piece is.
+                logger.warning("%s", error)
+                self._report(Arrived(name, pull_id))
             except RecoveryError as error:
                 # The others of this lane are waited for too: until each wait has ended its memory is not ours.
                 self._report(Ended(name, error))

@@ -41,11 +41,14 @@ from recovery.protocol.joiner_io import (
 )
 from recovery.protocol.joiner_line import DonorLine
 from recovery.protocol.ledger import ChunkLedger
+from recovery.protocol.letters import sealing_context
 from recovery.protocol.ports import Attempt, DonorPeer, OnManifest
 from recovery.protocol.ports import Dial as DialPort
 from recovery.protocol.ports import OpenLink as OpenLinkPort
 from recovery.protocol.spool import ChunkSpool
 from recovery.state.manifest import Manifest
+from recovery.transport.link import Link
+from recovery.transport.sealed import SealingKeys
 from recovery.types import Cut
 
 logger = logging.getLogger(__name__)
@@ -123,7 +126,8 @@ class JoinerSession:
         self._on_manifest = on_manifest
         self._events = events
         self._clock = clock or SystemClock()
-        self._machine = JoinerMachine(attempt, config)
+        self._keys = SealingKeys() if config.seal else None
+        self._machine = JoinerMachine(attempt, config, self._keys.public if self._keys is not None else b"")
         self._memory = ChunkMemory(ledger if ledger is not None else ChunkLedger(), spool)
         self._queue: queue.SimpleQueue[JoinerEvent | BaseException] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
@@ -248,6 +252,7 @@ class JoinerSession:
                         dial=self._dial,
                         probe=self._probe,
                         open_link=self._open_link,
+                        seal=self._seal,
                         data_host=self._attempt.data_host,
                     )
                     self._lines[peer.name] = line
@@ -255,8 +260,8 @@ class JoinerSession:
                 case Say(donor, letter):
                     if donor not in broken:
                         self._lines[donor].say(letter)
-                case OpenLink(donor, scope, lanes):
-                    self._lines[donor].open_link(scope, lanes)
+                case OpenLink(donor, scope, lanes, sealing_key):
+                    self._lines[donor].open_link(scope, lanes, sealing_key)
                 case Prepare(role, manifest):
                     destinations = self._on_manifest(role, manifest)
                     viewable, candidates = self._memory.prepare(role, manifest, destinations, delta=self._config.delta)
@@ -277,6 +282,13 @@ class JoinerSession:
                     self._finished = True
                 case Fail(error):
                     raise error
+
+    def _seal(self, link: Link, far_key: bytes, scope: str, donor: str) -> Link:
+        if self._keys is None:
+            return link
+        attempt = self._attempt
+        context = (*sealing_context(attempt.run_id, attempt.transfer_id, attempt.number), scope.encode())
+        return self._keys.seal(link, far_key, donor=False, context=context, peer=donor)
 
     def _check(self) -> None:
         """Hash and copy, in the order asked, beside the wire."""

@@ -30,6 +30,11 @@ def worker_message(worker: WorkerRef) -> common_pb2.WorkerRef:
     )
 
 
+def sealing_context(run_id: str, transfer_id: str, attempt: int) -> tuple[bytes, ...]:
+    """Return what both ends of a sealed link bind its key to, as ``Open`` says it."""
+    return run_id.encode(), transfer_id.encode(), str(attempt).encode()
+
+
 def failure_message(error: RecoveryError) -> common_pb2.Failure:
     """Return the error as it crosses a process boundary."""
     action = next((number for kind, number in _ACTIONS if isinstance(error, kind)), common_pb2.NEXT_ACTION_STOP)

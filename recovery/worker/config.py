@@ -69,7 +69,15 @@ class AgentConfig:
     spool_path: str = ""
     """File that keeps verified chunks over a restart of a joiner; empty: none."""
 
+    seal_payloads: bool = True
+    """In runs whose channels are TLS, payloads of transfers are encrypted too (AES-GCM). False: on a network that all
+    members trust. The same on every worker of the run; plaintext runs never seal."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
+
+    @property
+    def seals(self) -> bool:
+        """Whether payloads are encrypted: the keys are as good as the channels that they are agreed on over."""
+        return self.seal_payloads and self.security.uses_tls
 
     def snapshots(self) -> SnapshotConfig:
         """Return the settings of the snapshot storey."""

@@ -67,7 +67,11 @@ class DonorLoop:
     def serve(self, conversation: DonorConversation) -> None:
         """Serve one joiner to the end; blocks."""
         context = self._context
-        config = DonorConfig(data_host=context.host, progress_seconds=context.config.progress_timeout_seconds)
+        config = DonorConfig(
+            data_host=context.host,
+            progress_seconds=context.config.progress_timeout_seconds,
+            seal=context.config.seals,
+        )
         session = DonorSession(
             conversation,
             cast(SnapshotSource, context.snapshots),  # Future is invariant: a future of a lease is not one of a port

@@ -115,6 +115,7 @@ class PeerSource:
                 progress_seconds=context.config.progress_timeout_seconds,
                 lanes=context.config.lanes,
                 delta=self._staged and first == OUTER,
+                seal=context.config.seals,
             ),
             dial=self._dial,
             open_link=self._open_link,

@@ -1,4 +1,7 @@
-"""What every link must do. Runs on the memory link and on gloo over loopback, both ends in this process."""
+"""What every link must do. Runs on the memory link and on gloo over loopback, plain and sealed, both ends here.
+
+NCCL's link runs here too where there are two CUDA devices, which NCCL wants for two ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from recovery.errors import DonorLost, MisuseError
+from recovery.errors import ChunkDamaged, DonorLost, MisuseError
 from recovery.transport.link import Link, Transfer, lane_tag
 from recovery.transport.memory import memory_link_pair
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, GlooLink, open_gloo_link
+from recovery.transport.sealed import SealedLink, SealingKeys
 from tests.support.memory_store import MemoryStore
 
 LONG_SECONDS = 60.0
@@ -54,7 +58,31 @@ def gloo_pair(lanes: int) -> Iterator[Pair]:
             end.close()
 
 
-@pytest.fixture(params=[memory_pair, gloo_pair], ids=["memory", "gloo"])
+@contextlib.contextmanager
+def sealed(plain: contextlib.AbstractContextManager[Pair]) -> Iterator[Pair]:
+    donor_keys, joiner_keys = SealingKeys(), SealingKeys()
+    with plain as (donor, joiner):
+        sealed_donor = donor_keys.seal(donor, joiner_keys.public, donor=True, context=[b"contract"], peer="joiner")
+        sealed_joiner = joiner_keys.seal(joiner, donor_keys.public, donor=False, context=[b"contract"], peer="donor")
+        try:
+            yield sealed_donor, sealed_joiner
+        finally:
+            sealed_donor.close()
+            sealed_joiner.close()
+
+
+def sealed_memory_pair(lanes: int) -> contextlib.AbstractContextManager[Pair]:
+    return sealed(memory_pair(lanes))
+
+
+def sealed_gloo_pair(lanes: int) -> contextlib.AbstractContextManager[Pair]:
+    return sealed(gloo_pair(lanes))
+
+
+@pytest.fixture(
+    params=[memory_pair, gloo_pair, sealed_memory_pair, sealed_gloo_pair],
+    ids=["memory", "gloo", "sealed-memory", "sealed-gloo"],
+)
 def make_pair(request: pytest.FixtureRequest) -> MakePair:
     made: MakePair = request.param
     return made
@@ -106,6 +134,10 @@ def test_a_send_may_be_posted_before_its_receive(make_pair: MakePair) -> None:
 def test_a_shorter_message_leaves_the_tail(make_pair: MakePair) -> None:
     with make_pair(1) as (donor, joiner):
         into = torch.full((100,), 9, dtype=torch.uint8)
+        if isinstance(joiner, SealedLink):
+            with pytest.raises(ChunkDamaged, match="donor"):
+                move(donor, joiner, 0, 0, some_bytes(40), into)
+            return
         move(donor, joiner, 0, 0, some_bytes(40), into)
         assert torch.equal(into[:40], some_bytes(40))
         assert torch.equal(into[40:], torch.full((60,), 9, dtype=torch.uint8))

@@ -4,6 +4,7 @@ Says what happens as JSON lines on standard output, obeys JSON lines on standard
 
 - ``agent``: fields of ``AgentConfig``; ``hidden``, ``seed``: the toy; ``outer_steps``: when to end;
 - ``step_seconds``: least time of an inner step; ``threads``: torch's;
+- ``security``: fields of ``SecurityConfig``; none: plaintext;
 - ``report_steps``: say every part's digest and the next learning rates before each inner step;
 - ``halt``: ``{"event": <class name>, "when": {<field>: <value>}, "after": n}``: at the n-th such event (from 0) the
   thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recovery.control.security import SecurityConfig
 from recovery.errors import RecoveryError
 from recovery.events import Event
 from recovery.state import describe
@@ -155,7 +157,8 @@ def main(plan: dict[str, Any]) -> int:
         os._exit(9)  # the test is gone
 
     threading.Thread(target=listen, daemon=True).start()
-    agent = Agent(toy.state, AgentConfig(**plan["agent"]), events=halt)
+    config = AgentConfig(**plan["agent"], security=SecurityConfig(**plan.get("security", {})))
+    agent = Agent(toy.state, config, events=halt)
     if "skew" in plan:
         agent._averager = SkewedAverager(agent, int(plan["skew"]), int(plan.get("skew_size", 1)))
     try:
