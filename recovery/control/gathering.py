@@ -142,6 +142,8 @@ class GatherDesk:
 
     def _left_out(self, arrived: set[str]) -> set[str]:
         """Return a member that this boundary goes without, because epoch after epoch was blamed on it."""
+        if not self._run.blames:
+            return set()
         worst = max(arrived, key=lambda name: (len(self._run.blames.get(name, ())), name), default="")
         enough = len(arrived) - 1 >= max(1, self._run.policy.min_participants)
         return {worst} if enough and len(self._run.blames.get(worst, ())) >= BLAMES_UNTIL_LEFT_OUT else set()

@@ -98,14 +98,15 @@ class Member:
     lost_reason: str = ""
     ended_attempts: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Attempts whose report was taken, and whether they succeeded: the same report again is no news."""
+    voter: Voter = field(init=False)
+    """The process's name in votes and rosters."""
+
+    def __post_init__(self) -> None:
+        self.voter = (self.ref.worker_id, self.ref.incarnation)
 
     @property
     def worker_id(self) -> str:
         return self.ref.worker_id
-
-    @property
-    def voter(self) -> Voter:
-        return (self.ref.worker_id, self.ref.incarnation)
 
     @property
     def data_host(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protos.recovery.v1 import coordinator_pb2
 from recovery.control.boundary_vote import EpochState, Gather
@@ -136,7 +137,11 @@ class RunState:
                 yield member
 
     def live_in(self, *standings: Standing) -> list[Member]:
-        return [member for member in self.members.values() if member.alive and member.standing in standings]
+        found = []
+        for member in self.members.values():
+            if member.alive and member.standing in standings:
+                found.append(member)
+        return found
 
     def enter(self, member: Member) -> None:
         """Take in a member in the place of its name; ``members`` stays in the order of names."""
@@ -201,7 +206,7 @@ class RunState:
 
 
 _FIELD_OF = {
-    kind.message_type.full_name: kind.name
+    GetMessageClass(kind.message_type): kind.name
     for kind in coordinator_pb2.CoordinatorMessage.DESCRIPTOR.oneofs_by_name["kind"].fields
     if kind.message_type is not None
 }
@@ -210,7 +215,7 @@ _FIELD_OF = {
 def envelope(message: Message) -> coordinator_pb2.CoordinatorMessage:
     """Return ``message`` as the kind of ``CoordinatorMessage`` that it is."""
     wrapped = coordinator_pb2.CoordinatorMessage()
-    getattr(wrapped, _FIELD_OF[message.DESCRIPTOR.full_name]).CopyFrom(message)
+    getattr(wrapped, _FIELD_OF[type(message)]).CopyFrom(message)
     return wrapped
 
 

@@ -202,14 +202,20 @@ class TicketDesk:
     def advance(self) -> None:
         """Give a ticket to everybody for whom there is a donor; tell the others what they wait for."""
         run = self._run
-        for lost in run.members.values():
-            if not lost.alive and run.now - lost.lost_at >= run.policy.expected_return_seconds:
-                run.end_attempt(lost)
-        for member in run.live():
+        queue, waiting = [], []
+        for member in run.members.values():
+            if not member.alive:
+                if member.transfer is not None and run.now - member.lost_at >= run.policy.expected_return_seconds:
+                    run.end_attempt(member)
+                continue
             if member.postponed is not None and member.standing not in (Standing.APPLIED, Standing.APPLYING):
                 postponed, member.postponed = member.postponed, None
                 self.request(member, postponed)
-        queue = sorted(run.live_in(Standing.QUEUED), key=lambda member: (member.since, member.worker_id))
+            if member.standing is Standing.QUEUED:
+                queue.append(member)
+            elif member.standing is Standing.AWAITING or member.standing is Standing.FOREIGN:
+                waiting.append(member)
+        queue.sort(key=lambda member: (member.since, member.worker_id))
         position = 0
         for member in queue:
             if run.outlook and member.asked_for_checkpoint_at is not None:
@@ -224,7 +230,7 @@ class TicketDesk:
             self._tell_no_donor(member, found, position if found.waits_for_slot else 0)
             if not found.expected and not run.outlook:
                 member.stand(Standing.IDLE, run.now, member.why)
-        for member in run.live_in(Standing.AWAITING, Standing.FOREIGN):
+        for member in waiting:
             self._tell_waiting(member)
 
     def _match(self, member: Member) -> Match:

@@ -87,14 +87,15 @@ class Chain:
                 said_at = context.inbox.attachments
                 context.client.send(request)
 
-        ticket_failed = False
+        unanswered = False
         while True:
             context.standing.waits_for(f"a source of state ({reason})")
             left = max(deadline - context.clock.monotonic(), 0.0)
-            if ticket_failed and left > _ASK_AGAIN_SECONDS:
-                # A coordinator that was restarted meanwhile may take this worker for ready, and have nothing to say.
+            if unanswered and left > _ASK_AGAIN_SECONDS:
+                # A coordinator that was restarted, or asked on an earlier stream, may take this worker for ready and
+                # have nothing to say.
                 directive = context.inbox.wait(context.inbox.take_directive, _ASK_AGAIN_SECONDS, meanwhile)
-                ticket_failed, said_at = False, said_at if directive is not None else -1
+                unanswered, said_at = False, said_at if directive is not None else -1
                 if directive is None:
                     continue
             else:
@@ -113,12 +114,13 @@ class Chain:
                 case pb.Ticket():
                     self._too_slow = ""
                     recovered = self._from_peers(directive)
-                    ticket_failed = recovered is None
+                    unanswered = recovered is None
                     if self._too_slow:
                         self._wait_for_a_faster_link(deadline)
                         said_at = -1
                 case pb.NoDonor():
                     recovered = self._without_donor(directive)
+                    unanswered = directive.resume_from_disk
             if recovered is not None:
                 context.standing.waits_for("")
                 return recovered

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from protos.recovery.v1 import coordinator_pb2
+from recovery.control.inputs import Attached, Effect, Input, Received, Tell
+from recovery.control.wire import to_proto
+from recovery.events import Recorder
+from recovery.types import Version
+from recovery.worker import Agent, AgentConfig, chain
+from tests.support.coordinators import RUN, coordinator
 from tests.support.fleet import Fleet, Worker
+from tests.support.scripted_machine import ScriptedMachine, welcoming
+from tests.support.toy import Toy
 
 PARTS = ("outer_params", "outer_optimizer", "run_progress", "inner_optimizer", "scheduler", "buffers", "position")
 
@@ -117,3 +128,34 @@ def test_replaced_worker_draws_on_from_its_last_committed_boundary(tmp_path: Pat
         joined = again.wait_said("joined")
         assert joined["parts"]["position"] == recorded[newest]
         assert again.wait_event("StateRestored")["source"] == "peers"
+
+
+def test_checkpoint_offer_that_nobody_wants_any_more_is_not_waited_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked on one stream, answered on the next, where the coordinator takes the worker for ready: it asks again."""
+    monkeypatch.setattr(chain, "_ASK_AGAIN_SECONDS", 0.3)
+
+    def script(event: Input) -> list[Effect]:
+        message = coordinator_pb2.CoordinatorMessage()
+        match event:
+            case Attached(worker=worker):
+                message.no_donor.CopyFrom(coordinator_pb2.NoDonor(expected=True, resume_from_disk=True))
+                return [*welcoming(event), Tell(worker, message)]
+            case Received(worker=worker, message=said) if said.HasField("recovery_request"):
+                message.become_origin.version.CopyFrom(to_proto(Version(2, 0)))
+                return [Tell(worker, message)]
+            case _:
+                return []
+
+    with coordinator(tmp_path, ScriptedMachine(script)) as server:
+        config = AgentConfig(
+            coordinator=f"127.0.0.1:{server.port}",
+            run_id=RUN,
+            worker_id="w0",
+            inner_steps_per_phase=1,
+            data_host="127.0.0.1",
+            recover_timeout_seconds=60.0,
+        )
+        with Agent(Toy(8, 0).state, config, events=Recorder()) as agent:
+            assert agent.version == Version(2, 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protos.recovery.v1 import common_pb2, coordinator_pb2
 from recovery.control.wire import from_proto, to_proto
@@ -26,7 +27,7 @@ IDLE, TRAINING, BOUNDARY, AVERAGING, VOTED, RESTORING = (
 NUMERICS = "torch-2.13.0/cpu/AVX2"
 
 _UP_FIELDS = {
-    kind.message_type.full_name: kind.name
+    GetMessageClass(kind.message_type): kind.name
     for kind in coordinator_pb2.WorkerMessage.DESCRIPTOR.oneofs_by_name["kind"].fields
     if kind.message_type is not None
 }
@@ -66,7 +67,7 @@ class Process:
     def say(self, message: Message) -> None:
         if self.connection is not None:
             wrapped = coordinator_pb2.WorkerMessage()
-            getattr(wrapped, _UP_FIELDS[message.DESCRIPTOR.full_name]).CopyFrom(message)
+            getattr(wrapped, _UP_FIELDS[type(message)]).CopyFrom(message)
             self.connection.up(wrapped)
 
     def hello(self) -> coordinator_pb2.Hello:
@@ -96,15 +97,15 @@ class Process:
     def later(self, task: int, seconds: float, what: str) -> None:
         """Do ``what`` after ``seconds`` unless the process turned to something else; a frozen one does it on waking."""
 
-        def due() -> None:
-            if not self.alive or task != self.task:
-                return
-            if self.frozen:
-                self.world.after(0.5, due)
-            else:
-                getattr(self, what)()
+        self.world.after(seconds, self._due, task, what)
 
-        self.world.after(seconds, due)
+    def _due(self, task: int, what: str) -> None:
+        if not self.alive or task != self.task:
+            return
+        if self.frozen:
+            self.world.after(0.5, self._due, task, what)
+        else:
+            getattr(self, what)()
 
     def train(self) -> None:
         self.world.oracle.trains(self.name, self.trained_from, self.held)
@@ -192,6 +193,8 @@ class Process:
         self.say(report)
         if not report.HasField("failure"):
             self.train()
+        else:
+            self.later(self.task, 5.0, "ask_for_state")
 
     def _no_donor(self, message: coordinator_pb2.NoDonor) -> None:
         if message.resume_from_disk:
@@ -217,6 +220,12 @@ class Process:
             report.version.CopyFrom(to_proto(version))
             report.fingerprint = value
         self.say(report)
+        if self.mode == IDLE:
+            self.later(self.task, 5.0, "ask_for_state")
+
+    def ask_for_state(self) -> None:
+        """Nothing came of what this worker said: the coordinator may take it for ready."""
+        self.say(coordinator_pb2.RecoveryRequest(reason="fresh" if self.held == NO_VERSION else "behind"))
 
     def _roster(self, message: coordinator_pb2.Roster) -> None:
         if self.mode != BOUNDARY or from_proto(message.version) != self.held or message.epoch <= self.epoch:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from protos.recovery.v1 import coordinator_pb2, operations_pb2
 from recovery.control.inputs import Attached, Detached, Drop, Effect, Operated, Persist, Received, Tell, Tick
@@ -33,28 +34,30 @@ class Connection:
         self.broken = False
         self.up_at = self.down_at = 0.0
 
-    def _times(self, last: float) -> list[float]:
+    def _times(self, last: float) -> tuple[float, ...]:
         world = self.world
         at = world.now + world.random.uniform(0.001, 0.03)
         if world.wild:
             chance = world.random.random()
             if chance < 0.02:
-                return []
+                return ()
             if chance < 0.04:
-                return [at, at + world.random.uniform(0.0, 2.0)]
+                return (at, at + world.random.uniform(0.0, 2.0))
             if chance < 0.08:
-                return [at + world.random.uniform(0.0, 2.0)]
-        return [max(at, last)]
+                return (at + world.random.uniform(0.0, 2.0),)
+        return (at if at > last else last,)
 
     def up(self, message: coordinator_pb2.WorkerMessage) -> None:
         for at in self._times(self.up_at):
-            self.up_at = max(self.up_at, at)
-            self.world.at(at, lambda: self.world.receive(self, message))
+            if at > self.up_at:
+                self.up_at = at
+            self.world.at(at, self.world.receive, self, message)
 
     def down(self, message: coordinator_pb2.CoordinatorMessage) -> None:
         for at in self._times(self.down_at):
-            self.down_at = max(self.down_at, at)
-            self.world.at(at, lambda: self._deliver(message))
+            if at > self.down_at:
+                self.down_at = at
+            self.world.at(at, self._deliver, message)
 
     def _deliver(self, message: coordinator_pb2.CoordinatorMessage) -> None:
         if not self.broken and self.process.alive and self.process.connection is self:
@@ -74,7 +77,7 @@ class World:
         self.now = 0.0
         self.wild = False
         self.oracle = Oracle()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._lives = itertools.count(1)
         self.processes: dict[str, Process | None] = dict.fromkeys(names)
@@ -98,17 +101,18 @@ class World:
 
     # Time
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (max(when, self.now), next(self._order), what))
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._heap, (when if when > self.now else self.now, next(self._order), what, arguments))
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        self.at(self.now + seconds, what)
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._heap, (self.now + seconds, next(self._order), what, arguments))
 
     def run_until(self, when: float, goal: Callable[[], bool] | None = None) -> bool:
         """Let the world run; True as soon as ``goal`` holds."""
-        while self._heap and self._heap[0][0] <= when:
-            self.now, _, what = heapq.heappop(self._heap)
-            what()
+        heap = self._heap
+        while heap and heap[0][0] <= when:
+            self.now, _, what, arguments = heapq.heappop(heap)
+            what(*arguments)
             if goal is not None and goal():
                 return True
         self.now = when
@@ -163,7 +167,7 @@ class World:
             raise Violation(f"the machine wants to be woken at {wake}, which is not in the future")
         if machine is self.machine and wake is not None and wake != self._wake_at:
             self._wake_at = wake
-            self.at(wake, lambda: self._tick(machine, wake))
+            self.at(wake, self._tick, machine, wake)
 
     def _tick(self, machine: RunMachine, wake: float) -> None:
         if machine is self.machine and wake == self._wake_at:
@@ -210,7 +214,7 @@ class World:
         if not process.alive or process.connection is not None:
             return
         if process.frozen or self.machine is None:
-            self.after(self.random.uniform(0.2, 0.8), lambda: self.connect(process))
+            self.after(self.random.uniform(0.2, 0.8), self.connect, process)
             return
         connection = Connection(self, process)
         process.connection = connection
@@ -231,7 +235,7 @@ class World:
             process = connection.process
             if process.connection is connection:
                 process.connection = None
-                self.after(self.random.uniform(0.1, 0.5), lambda: self.connect(process))
+                self.after(self.random.uniform(0.1, 0.5), self.connect, process)
 
         connection.broken = connection.broken or seconds == 0.0
         self.after(seconds, notice)
@@ -288,7 +292,7 @@ class World:
         self.exits.append(reason)
         self.say(f"{process.ref.incarnation} exits: {reason}")
         self.kill(process.name)
-        self.after(self.random.uniform(0.5, 2.0), lambda: self.start(process.name))
+        self.after(self.random.uniform(0.5, 2.0), self.start, process.name)
 
     def freeze(self, name: str, seconds: float) -> None:
         process = self.processes[name]

@@ -19,7 +19,9 @@ from recovery.types import NO_VERSION
 from tests.protocol.sim_oracle import Violation, mix
 from tests.protocol.sim_world import World
 
-FAULTS_UNTIL = 16.0
+FAULT_WINDOWS = (5.0, 5.0, 8.0, 16.0)
+"""Until when faults strike: a run that has just begun is hit as well as one that has gone on for a while."""
+
 QUIET_LIMIT = 240.0
 BUGS = ("apply-before-commit", "forget-outcome", "trust-highest-step", "origin-by-arrival")
 
@@ -68,10 +70,11 @@ def simulate(seed: int, bug: str = "", *, keep_log: bool = False) -> Result:
         with _seeded(bug):
             world.start_coordinator()
             for name in names:
-                world.at(world.random.uniform(0.0, 3.0), lambda name=name: world.start(name))  # type: ignore[misc]
+                world.at(world.random.uniform(0.0, 3.0), world.start, name)
             world.wild = world.random.random() < 0.3
-            _schedule_faults(world, names, faults)
-            world.run_until(FAULTS_UNTIL)
+            until = world.random.choice(FAULT_WINDOWS)
+            _schedule_faults(world, names, until, faults)
+            world.run_until(until)
             _quiet(world, names)
     except (Violation, AssertionError, RuntimeError, KeyError, ValueError, AttributeError, TypeError) as error:
         violation = f"{type(error).__name__}: {error}"
@@ -93,7 +96,7 @@ def simulate(seed: int, bug: str = "", *, keep_log: bool = False) -> Result:
     )
 
 
-def _schedule_faults(world: World, names: list[str], faults: list[str]) -> None:
+def _schedule_faults(world: World, names: list[str], until: float, faults: list[str]) -> None:
     random = world.random
 
     def restart_coordinator() -> None:
@@ -158,7 +161,7 @@ def _schedule_faults(world: World, names: list[str], faults: list[str]) -> None:
     weights = [5, 1, 3, 3, 4, 4, 1, 1, 1, 1, 0.5, 0.3]
     for _ in range(random.randrange(0, 7)):
         kind = random.choices(list(kinds), weights)[0]
-        name, when = random.choice(names), random.uniform(2.0, FAULTS_UNTIL - 1.0)
+        name, when = random.choice(names), random.uniform(2.0, until - 1.0)
         faults.append(f"{when:.2f} {kind} {name}")
 
         def strike(kind: str = kind, name: str = name) -> None:

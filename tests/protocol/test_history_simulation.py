@@ -8,15 +8,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from tests.protocol.simulate import BUGS, Result, simulate
 
-SCHEDULES_A_BATCH = 1000
-BATCHES = 6
-STORM_BATCHES = 50
+SCHEDULES_A_BATCH = 2000
+BATCHES = 10
+"""20,000 schedules: about a minute of one core."""
+STORM_BATCHES = 100
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Processes for the whole file: starting them takes as long as hundreds of schedules."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as processes:
+        yield processes
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:
@@ -29,11 +38,9 @@ def test_the_same_seed_is_the_same_schedule() -> None:
     "batch",
     [*range(BATCHES), *(pytest.param(b, marks=pytest.mark.storm) for b in range(BATCHES, BATCHES + STORM_BATCHES))],
 )
-def test_every_invariant_holds_in_every_schedule(batch: int) -> None:
+def test_every_invariant_holds_in_every_schedule(pool: ProcessPoolExecutor, batch: int) -> None:
     seeds = range(batch * SCHEDULES_A_BATCH, (batch + 1) * SCHEDULES_A_BATCH)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        results = list(pool.map(simulate, seeds, chunksize=50))
+    results = list(pool.map(simulate, seeds, chunksize=50))
     failed = [result for result in results if result.violation]
     assert not failed, "\n".join(
         f"seed {result.seed}: {result.violation} (replay: python -m tests.protocol.simulate --seed {result.seed})"
