@@ -66,6 +66,11 @@ class Step:
         return self.state is StepState.WHOLE
 
     @property
+    def kept(self) -> str:
+        """Why retention must leave it alone; empty: it need not."""
+        return next((record.kept for record in self.records if record.kept), "")
+
+    @property
     def num_local_ranks(self) -> int:
         """Of the worker that saved the replicated parts."""
         return self.records[0].manifest.worker.num_local_ranks if self.records else 1

@@ -16,6 +16,7 @@ from ckpt.part_reading import Destination, PartReading, Progress
 from ckpt.record import CheckpointRecord, PartFile, Scope, decode_record
 from ckpt.storage import Pin, Storage, read_whole
 from recovery.errors import BadConfiguration, CheckpointRejected
+from recovery.state.chunks import copy_bytes
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.types import PartName, RunId, Version, WorkerId
 
@@ -41,7 +42,7 @@ class BytesDestination:
         self.data = torch.empty(num_bytes, dtype=torch.uint8)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        self.data[offset : offset + data.numel()].copy_(data)
+        copy_bytes(self.data[offset : offset + data.numel()], data)
 
 
 @dataclass(frozen=True, slots=True)

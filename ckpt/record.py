@@ -20,6 +20,9 @@ from recovery.types import PartName
 
 FORMAT = 1
 
+KEPT = "kept"
+"""Side record of a step that retention never deletes; its value says why: saved by order, the best so far."""
+
 
 class Scope(enum.Enum):
     """Whose parts a checkpoint holds."""
@@ -66,6 +69,11 @@ class CheckpointRecord:
             if found.part == part:
                 return found
         raise KeyError(part)
+
+    @property
+    def kept(self) -> str:
+        """Why retention must leave the step alone; empty: it need not."""
+        return str(self.records.get(KEPT) or "")
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,8 @@ class RetentionPolicy:
     """That many newest verified steps, and everything newer than the oldest of them."""
     keep_every: int = 0
     """Whole steps whose outer step is a multiple of this, for ever; 0: none."""
+    keep_marked: bool = True
+    """Whole steps whose side record ``kept`` says so, for ever: those that an operator had saved."""
 
     def __post_init__(self) -> None:
         if self.keep_newest < 1:
@@ -76,6 +78,8 @@ def decide(
             else:
                 why = "damaged" if worth(step) else f"torn: {step.reason}"
                 verdicts.append(Verdict(step.version, False, f"{why}; too few newer steps are verified to let it go"))
+        elif worth(step) and policy.keep_marked and step.kept:
+            verdicts.append(Verdict(step.version, False, f"kept for ever: {step.kept}"))
         elif worth(step) and policy.keep_every and step.version.outer_step % policy.keep_every == 0:
             verdicts.append(Verdict(step.version, False, f"kept for ever: a multiple of {policy.keep_every}"))
         else:

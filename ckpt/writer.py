@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,11 @@ import torch
 from ckpt.catalog import OWNER
 from ckpt.layout import LATEST, FilePlan, Piece, manifest_name, plan_file, step_folder, worker_folder
 from ckpt.reader import Checkpoint, open_checkpoint
-from ckpt.record import CheckpointRecord, PartFile, Scope, encode_record, file_of
+from ckpt.record import KEPT, CheckpointRecord, PartFile, Scope, encode_record, file_of
 from ckpt.storage import Storage, Writable, write_whole
 from recovery.clock import Clock, SystemClock
 from recovery.errors import CheckpointFailed, CheckpointRejected, RetrySameDonor, TryOtherDonor
-from recovery.state.chunks import CHUNK_BYTES
+from recovery.state.chunks import CHUNK_BYTES, copy_bytes
 from recovery.state.digest import chunk_digest
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.types import PartClass
@@ -68,7 +69,7 @@ class WriteReport:
     linked_bytes: int
     """In files whose content an earlier checkpoint had already."""
     already_there: bool = False
-    """The same checkpoint stood there, and every byte of it was verified: nothing was written."""
+    """The same checkpoint stood there, and every byte of it was verified: nothing but a new mark was written."""
 
 
 class _Share:
@@ -110,7 +111,8 @@ def write_checkpoint(
         storage: The root.
         sources: One or more, all of the same version of the same worker, together with at least one part. The first
             one's inner step is the record's.
-        records: Side records, JSON values by name.
+        records: Side records, JSON values by name. With ``KEPT`` among them retention never deletes the step, also
+            where it stood there already.
         previous: Open checkpoints of the same storage. A part of theirs with the same content is verified, then
             linked or copied by the server, instead of written.
         clock: Only for the time that people read in the record.
@@ -167,7 +169,11 @@ def _write_share(
     job = _Job(storage, folder, share)
     begun = False
     try:
-        if _stands_already(storage, record):
+        standing = _standing(storage, record)
+        if standing is not None:
+            if record.kept and not standing.kept and share.scope is Scope.REPLICATED:
+                marked = dataclasses.replace(standing, records={**standing.records, KEPT: records[KEPT]})
+                write_whole(storage, marker, encode_record(marked))
             return WriteReport(
                 url=storage.url_of(folder),
                 manifest=manifest,
@@ -217,7 +223,8 @@ def _own(storage: Storage, manifest: Manifest) -> None:
             handle.abort()
 
 
-def _stands_already(storage: Storage, record: CheckpointRecord) -> bool:
+def _standing(storage: Storage, record: CheckpointRecord) -> CheckpointRecord | None:
+    """Return the record of the same checkpoint, every byte of it verified, if it is there already."""
     manifest = record.manifest
     private = record.scope is Scope.PRIVATE
     try:
@@ -231,16 +238,16 @@ def _stands_already(storage: Storage, record: CheckpointRecord) -> bool:
         ) as standing:
             equal = _same_content(standing.record, record)
             if private and not equal:
-                return False
+                return None
             standing.verify()
             if not equal:
                 raise CheckpointFailed(
                     f"{standing.url} holds a whole checkpoint of {manifest.cut.version} with another content, "
                     f"saved by {standing.manifest.worker}: one of the two is not of this history"
                 )
-            return True
+            return standing.record
     except CheckpointRejected:
-        return False  # nothing, or something torn: it is written anew
+        return None  # nothing, or something torn: it is written anew
 
 
 def _same_content(standing: CheckpointRecord, record: CheckpointRecord) -> bool:
@@ -379,7 +386,7 @@ class _PartWriting:
                     into = data[start : start + piece.num_bytes]
                     found = self._checked(piece, into)
                     if found.data_ptr() != into.data_ptr():
-                        into.copy_(found)
+                        copy_bytes(into, found)
                     start += piece.num_bytes
             self._handle.write(data.numpy().data)
 
@@ -390,7 +397,8 @@ class _PartWriting:
             data = reading.data
             if reading.live:
                 # Hash what will be written, not what may be overwritten between hash and write.
-                data = buffer.copy_(reading.data)
+                data = buffer
+                copy_bytes(data, reading.data)
             if chunk_digest(self._algorithm, data) == piece.digest:
                 self._left[piece.chunk] -= 1
                 if not self._left[piece.chunk]:

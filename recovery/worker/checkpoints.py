@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.objects import open_storage
 from ckpt.probe import probe
+from ckpt.record import KEPT
 from ckpt.retention import RetentionPolicy
 from ckpt.saver import Saver, SaverConfig, SaveSource, SaveTicket
 from ckpt.source import CheckpointSource
@@ -124,6 +126,8 @@ class Checkpoints:
     def save_now(self, timeout_seconds: float) -> str:
         """Save the version in memory, all parts, and return where it is; any thread but the training thread.
 
+        Retention never deletes it: an operator who asks for a checkpoint wants to find it.
+
         Raises:
             MisuseError: no checkpoint URL is configured.
             CheckpointFailed: the save failed or did not end in time.
@@ -140,7 +144,7 @@ class Checkpoints:
             except (DonorBusy, DonorRefused):
                 private.release("the version was overwritten meanwhile")
                 continue
-            return self._save(self._saver, [outer, private]).result(timeout_seconds)[0].url
+            return self._save(self._saver, [outer, private], {KEPT: "saved by order"}).result(timeout_seconds)[0].url
         raise CheckpointFailed(f"the run went on to the next version {_SAVE_TRIES} times before its state was captured")
 
     def restore_newest(self, at_most: Version | None) -> Restored:
@@ -200,8 +204,8 @@ class Checkpoints:
                     CheckpointSaveFailed(worker_id=self._context.worker.worker_id, url=url, reason=str(error))
                 )
 
-    def _save(self, saver: Saver, sources: list[SaveSource]) -> SaveTicket:
-        ticket = saver.save(sources)
+    def _save(self, saver: Saver, sources: list[SaveSource], records: Mapping[str, object] | None = None) -> SaveTicket:
+        ticket = saver.save(sources, records)
         if ticket is None:
             raise CheckpointFailed(f"{_MAX_IN_FLIGHT} saves are under way: this one is skipped")
         return ticket

@@ -13,6 +13,7 @@ from ckpt.catalog import Catalog, Step, StepState
 from ckpt.layout import parse_step_folder, step_folder
 from ckpt.local import FileSystem, LocalStorage
 from ckpt.reader import open_checkpoint
+from ckpt.record import KEPT
 from ckpt.retention import Retention, RetentionPolicy, decide, delete_step
 from ckpt.writer import write_checkpoint
 from recovery.errors import BadConfiguration, CheckpointRejected
@@ -42,6 +43,31 @@ def test_the_newest_and_every_nth_stay(tmp_path: Path) -> None:
     retention(root, keep_newest=2, keep_every=4).run()
     assert kept(root) == [9, 8, 4]
     assert not (root.root / "step_1_1").exists()
+
+
+def test_a_step_saved_by_order_stays_until_marked_ones_may_go_too(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    for seed in range(1, 6):
+        write_checkpoint(root, [source(seed)], records={KEPT: "saved by order"} if seed == 2 else None)
+    verdicts = {verdict.version.outer_step: verdict for verdict in retention(root).run()}
+    assert kept(root) == [5, 2]
+    assert "saved by order" in verdicts[2].reason
+    Retention(root, RUN, RetentionPolicy(keep_newest=1, keep_marked=False)).run()
+    assert kept(root) == [5]
+
+
+def test_a_step_that_stands_already_is_marked_when_it_is_saved_by_order(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    write_checkpoint(root, [source(1)], records={"samples": 7})
+    (report, _) = write_checkpoint(root, [source(1)], records={KEPT: "saved by order"})
+    assert report.already_there
+    write_checkpoint(root, [source(1)], records={"samples": 8})  # saved once more without the mark: it stays
+    write_checkpoint(root, [source(2)])
+    retention(root).run()
+    assert kept(root) == [2, 1]
+    with open_checkpoint(root, Version(1, 1), run_id=RUN) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.record.records == {"samples": 7, KEPT: "saved by order"}
 
 
 def test_a_torn_or_damaged_newest_step_does_not_push_out_a_good_one(tmp_path: Path) -> None:
