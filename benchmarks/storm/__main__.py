@@ -118,7 +118,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             say(f"seed {seed} without faults: final loss {sum(curves[str(seed)][-5:]) / 5:.4f}")
         record["seeds"] = curves
         finals = [sum(curve[-5:]) / len(curve[-5:]) for curve in curves.values()]
-        record["storm_bounds"] = report.plain_bounds(figures.storm_bounds(stormed, num_steps, finals[:3]))
+        record["storm_bounds"] = report.plain_bounds(
+            figures.storm_bounds(stormed, options.faults_per_hour, num_steps, finals[:3])
+        )
         if options.churn:
             say(f"{CHURN_ROUNDS} joins and leaves in {num_steps} steps")
             churning = churned(folder / "churn", options, num_steps)

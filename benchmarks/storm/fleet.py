@@ -198,10 +198,14 @@ class Fleet:
 
     def begin(self) -> None:
         """Return once every worker has committed; the run's time begins."""
-        self.until(
-            lambda: {commit.worker for commit in self.timeline.commits} >= set(self.names), "every worker commits"
-        )
+        self.until(self._all_committed, "every worker commits")
         self.timeline.began_at = time.monotonic()
+
+    def _all_committed(self) -> bool:
+        for name, program in self.running.items():
+            if not program.alive:
+                raise RuntimeError(f"{name} ended with exit code {program.close()} at the start: see {self.folder}")
+        return {commit.worker for commit in self.timeline.commits} >= set(self.names)
 
     def commits_of(self, worker: str, since: float) -> float | None:
         """Return when a worker first committed after ``since``; None: it has not."""

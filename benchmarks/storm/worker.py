@@ -1,8 +1,8 @@
 """A worker of a storm: ``python -m benchmarks.storm.worker '<json>'``; says what happens as JSON lines.
 
 The plan: ``agent`` (fields of ``AgentConfig``), ``seed``, ``shard``, ``phase_seconds`` (least time of an inner phase,
-spread over its steps), ``outer_steps`` (when to end). A line ``finish`` on standard input ends it after the next boundary; the
-end of standard input at once: whoever started it is gone.
+spread over its steps), ``outer_steps`` (when to end). A line ``finish`` on standard input ends it after the next
+boundary; the end of standard input at once: whoever started it is gone.
 """
 
 from __future__ import annotations
