@@ -65,7 +65,16 @@ def undisturbed(folder: Path, seed: int, outer_steps: int) -> list[float]:
     """Return the held-out losses of a run without faults or pauses: with a fixed roster they do not depend on time."""
     with (
         stage(WORKERS, loopback=True) as network,
-        Fleet(folder, network, WORKERS, seed=seed, phase_seconds=0.0, outer_steps=outer_steps) as fleet,
+        Fleet(
+            folder,
+            network,
+            WORKERS,
+            seed=seed,
+            phase_seconds=0.0,
+            outer_steps=outer_steps,
+            # Without pauses the first one would be through before the others have joined.
+            min_participants=len(WORKERS),
+        ) as fleet,
     ):
         for name in WORKERS:
             fleet.expect_end(name)

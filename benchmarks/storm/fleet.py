@@ -50,6 +50,7 @@ class Fleet:
         phase_seconds: float,
         inner_steps: int = 10,
         outer_steps: int = 1_000_000,
+        min_participants: int = 1,
         agent: dict[str, Any] | None = None,
     ) -> None:
         """Keep what a run consists of; nothing is started.
@@ -62,6 +63,7 @@ class Fleet:
             phase_seconds: Least time of an inner phase; zero: as fast as it goes.
             inner_steps: H.
             outer_steps: When the workers end by themselves.
+            min_participants: A boundary waits for so many.
             agent: Other fields of the workers' ``AgentConfig``.
         """
         self.folder = folder
@@ -71,6 +73,7 @@ class Fleet:
         self.network = network
         self._plan = {"seed": seed, "phase_seconds": phase_seconds, "outer_steps": outer_steps, "insecure": True}
         self._agent = {"inner_steps_per_phase": inner_steps, **(agent or {})}
+        self._min_participants = min_participants
         self._starts: dict[str, int] = {}
         self._expected_to_end: set[int] = set()
         self._address = Address(network.listen_host(), 0)
@@ -110,6 +113,7 @@ class Fleet:
             *("-m", "recovery.cli.main", "coordinator", "--run-id", RUN_ID, "--json", "--insecure"),
             *("--listen", str(self._address), "--state-dir", str(self.folder / "state")),
             *("--port-file", str(port_file), "--expected-workers", str(len(self.names)), "--save-every", "0"),
+            *("--min-participants", str(self._min_participants)),
             *(["--new-run"] if new_run else []),
         ]
         self._start(COORDINATOR, HUB, arguments)

@@ -77,9 +77,9 @@ def _storm(record: dict[str, Any]) -> list[str]:
         *_bounds(record["storm_bounds"]),
         "## Faults",
         "",
-        "Seconds: median / 90th percentile / worst. Resume: from the strike to the run's next commit; a whole period is "
-        f"{quiet['seconds'] / max(1, len(quiet['steps'])):.2f} s without faults. Back: from the fault's end (for a kill: "
-        "the new process's start) to the victim's next commit.",
+        "Seconds: median / 90th percentile / worst. Resume: from the strike to the run's next commit; a whole period "
+        f"is {quiet['seconds'] / max(1, len(quiet['steps'])):.2f} s without faults. Back: from the fault's end (for a "
+        "kill: the new process's start) to the victim's next commit.",
         "",
         "| kind | faults | felt | recovered | detected | resume | back after its end | back after the strike |",
         "|---|---|---|---|---|---|---|---|",
