@@ -184,6 +184,21 @@ class CommitReplayed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrivatePartsReceived(Event):
+    """A donor's private parts, captured at one cut, are whole and verified in the joiner's memory."""
+
+    cut: Cut
+    took_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitsForState(Event):
+    """A worker without the run's state is told why nobody gives it one, and what would end that."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScalarsRefreshed(Event):
     """A joiner took the scalars of a later cut: its moments are of an earlier one."""
 
@@ -238,6 +253,19 @@ class GuardCopied(Event):
     copied_bytes: int
     void_pulls: int
     training_thread_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingThreadStalled(Event):
+    """What snapshots cost the training thread from one publication to the next, one entry a cause.
+
+    ``causes`` are named as in ``snapshot/stall.py``; ``seconds`` and ``copied_bytes`` have one entry for each.
+    """
+
+    version: Version
+    causes: tuple[str, ...]
+    seconds: tuple[float, ...]
+    copied_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

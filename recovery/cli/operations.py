@@ -108,10 +108,11 @@ def drain(
     request_id: RequestId = "",
 ) -> None:
     """Do not choose a worker as donor any more; its training goes on."""
-    client.drain(worker, drained=not undo, timeout_seconds=timeout, request_id=request_id)
+    answer = client.drain(worker, drained=not undo, timeout_seconds=timeout, request_id=request_id)
     output.show(
-        {"worker": worker, "drained": not undo},
-        f"{worker} may be chosen as donor again" if undo else f"{worker} is not chosen as donor any more",
+        {"worker": worker, "drained": not undo, "obeyed": answer.obeyed},
+        (f"{worker} may be chosen as donor again" if undo else f"{worker} is not chosen as donor any more")
+        + ("" if answer.obeyed else "; the worker itself has not said that it knows"),
     )
 
 
@@ -126,8 +127,11 @@ def cancel(
     request_id: RequestId = "",
 ) -> None:
     """End a transfer."""
-    client.cancel(transfer, timeout_seconds=timeout, request_id=request_id)
-    output.show({"transfer": transfer, "cancelled": True}, f"transfer {transfer} is cancelled")
+    answer = client.cancel(transfer, timeout_seconds=timeout, request_id=request_id)
+    output.show(
+        {"transfer": transfer, "cancelled": True, "detail": answer.detail},
+        f"transfer {transfer} is cancelled: {answer.detail}",
+    )
 
 
 def rate(

@@ -54,7 +54,8 @@ def _summary(answer: operations_pb2.ListResponse) -> RenderableType:
         f"run {escape(answer.run_id)}: sealed {'nothing yet' if sealed == NO_VERSION else sealed}"
         + (f", fingerprint {short(answer.sealed_fingerprint)}" if answer.sealed_fingerprint else ""),
         f"workers: {answer.alive} alive, {answer.ready} ready, {answer.participating} participating in epoch "
-        f"{answer.epoch}; {answer.committed_epochs} epochs committed, {answer.aborted_epochs} aborted",
+        f"{answer.epoch}; {answer.committed_epochs} epochs committed, {answer.aborted_epochs} aborted"
+        + (f"; {answer.gone} lost long ago are not listed" if answer.gone else ""),
     ]
     if answer.paused:
         lines.append(f"[bold red]PAUSED:[/bold red] {escape(answer.paused)}")
@@ -113,10 +114,11 @@ def _state(worker: operations_pb2.WorkerStatus, diverged: bool) -> str:
 
 
 def _waits(worker: operations_pb2.WorkerStatus) -> str:
+    trouble = f" [{worker.trouble}]" if worker.trouble else ""
     if not worker.waiting_for:
-        return "-"
+        return trouble.strip() or "-"
     waited = seconds(worker.waited)
-    return f"{worker.waiting_for} ({waited:.0f} s)" if waited >= 1 else worker.waiting_for
+    return (f"{worker.waiting_for} ({waited:.0f} s)" if waited >= 1 else worker.waiting_for) + trouble
 
 
 def _lineages(answer: operations_pb2.ListResponse) -> RenderableType:

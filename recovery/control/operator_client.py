@@ -108,19 +108,23 @@ class OperatorClient:
 
     def drain(
         self, worker_id: str, *, drained: bool = True, timeout_seconds: float = ANSWER_SECONDS, request_id: str = ""
-    ) -> None:
-        """Choose a worker no longer as donor; ``drained=False`` takes that back."""
+    ) -> operations_pb2.DrainResponse:
+        """Choose a worker no longer as donor; ``drained=False`` takes that back. Says whether the worker knows it."""
         request = operations_pb2.DrainRequest(
             request_id=request_id or _new_id(), run_id=self._run_id, worker_id=worker_id, drained=drained
         )
-        self._call(f"drain {worker_id}", timeout_seconds, lambda stub, seconds: stub.Drain(request, timeout=seconds))
+        return self._call(
+            f"drain {worker_id}", timeout_seconds, lambda stub, seconds: stub.Drain(request, timeout=seconds)
+        )
 
-    def cancel(self, transfer_id: str, *, timeout_seconds: float = ANSWER_SECONDS, request_id: str = "") -> None:
-        """End a transfer."""
+    def cancel(
+        self, transfer_id: str, *, timeout_seconds: float = ANSWER_SECONDS, request_id: str = ""
+    ) -> operations_pb2.CancelResponse:
+        """End a transfer; returns once the joiner obeys."""
         request = operations_pb2.CancelRequest(
             request_id=request_id or _new_id(), run_id=self._run_id, transfer_id=transfer_id
         )
-        self._call(
+        return self._call(
             f"cancel {transfer_id}", timeout_seconds, lambda stub, seconds: stub.Cancel(request, timeout=seconds)
         )
 
@@ -132,7 +136,7 @@ class OperatorClient:
         timeout_seconds: float = ANSWER_SECONDS,
         request_id: str = "",
     ) -> None:
-        """Cap what a worker's transfers use together, in bytes per second; zero: no cap."""
+        """Cap what a worker's transfers use together, in bytes per second; zero: no cap. Returns once it does."""
         request = operations_pb2.SetRateRequest(
             request_id=request_id or _new_id(),
             run_id=self._run_id,

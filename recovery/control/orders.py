@@ -20,6 +20,10 @@ from recovery.types import NO_VERSION
 
 KEPT_ANSWERS = 1000
 
+OBEY_SECONDS = 4.0
+"""For orders that a worker carries out at once: it said so, or the operator is told that it did not, before the
+operator's own patience ends."""
+
 
 @dataclass(slots=True)
 class OpenOrder:
@@ -137,16 +141,18 @@ class OrderDesk:
             run.answer(request_id, self._unknown(request.worker_id))
             return
         run.persist(DrainSet(request.worker_id, request.drained))
-        if member is not None:
-            self._post(member, coordinator_pb2.Order(drain=coordinator_pb2.DrainOrder(drained=request.drained)))
-        run.answer(request_id, operations_pb2.DrainResponse())
+        if member is None or not member.alive:
+            run.answer(request_id, operations_pb2.DrainResponse())
+            return
+        order = coordinator_pb2.Order(drain=coordinator_pb2.DrainOrder(drained=request.drained))
+        self._give(request_id, member, "drain", str(request.drained), order, OBEY_SECONDS)
 
     def set_rate(self, request_id: str, request: operations_pb2.SetRateRequest) -> None:
         member = self._live(request_id, request.worker_id)
         if member is not None:
             rate = coordinator_pb2.RateOrder(bytes_per_second=request.bytes_per_second)
-            self._post(member, coordinator_pb2.Order(rate=rate))
-            self._run.answer(request_id, operations_pb2.SetRateResponse())
+            order = coordinator_pb2.Order(rate=rate)
+            self._give(request_id, member, "rate", str(request.bytes_per_second), order, OBEY_SECONDS)
 
     def cancel(self, request_id: str, request: operations_pb2.CancelRequest) -> None:
         run = self._run
@@ -155,8 +161,8 @@ class OrderDesk:
             if transfer is not None and transfer.transfer_id == request.transfer_id and transfer.donors:
                 transfer.cancelled = True
                 cancel = coordinator_pb2.CancelOrder(transfer_id=transfer.transfer_id)
-                self._post(member, coordinator_pb2.Order(cancel=cancel))
-                run.answer(request_id, operations_pb2.CancelResponse())
+                order = coordinator_pb2.Order(cancel=cancel)
+                self._give(request_id, member, "cancel", request.transfer_id, order, OBEY_SECONDS)
                 return
         run.answer(request_id, BadConfiguration(f"no transfer {request.transfer_id!r} is under way"))
 
@@ -214,6 +220,12 @@ class OrderDesk:
                 expected_fingerprint=order.expected_fingerprint,
                 different=message.different,
             )
+        elif order.what == "drain":
+            answer = operations_pb2.DrainResponse(obeyed=True)
+        elif order.what == "rate":
+            answer = operations_pb2.SetRateResponse()
+        elif order.what == "cancel":
+            answer = operations_pb2.CancelResponse(detail=message.detail or f"{member.worker_id} obeys")
         else:
             answer = operations_pb2.SaveResponse(version=version, detail=message.detail)
         if order.what == "resync" and member.standing in (Standing.IDLE, Standing.QUEUED) and member.why == "resync":
@@ -248,4 +260,8 @@ class OrderDesk:
             else:
                 run.wake(order.due)
                 continue
-            self._finish(order, PeerUnreachable(reason), reason, "")
+            if order.what == "drain":
+                # Who is chosen is decided here: the order's point is reached, only the worker does not know.
+                self._finish(order, operations_pb2.DrainResponse(), reason, "")
+            else:
+                self._finish(order, PeerUnreachable(reason), reason, "")

@@ -45,6 +45,8 @@ class RunPolicy:
     coordinator, boundaries and seals wait so long for members that have not come back yet."""
     expected_return_seconds: float = 30.0
     """A lost holder of the history is expected back for so long before the run is resumed from disk."""
+    forget_after_seconds: float = 600.0
+    """A lost worker is shown in the status for so long (or as long as it is expected back), then only counted."""
     offer_wait_seconds: float = 2.0
     """From the first offer of a checkpoint until the best is taken, if not everybody asked has answered."""
     offer_answer_seconds: float = 300.0
@@ -84,6 +86,7 @@ class RunPolicy:
             "stall_after_seconds",
             "lease_seconds",
             "expected_return_seconds",
+            "forget_after_seconds",
             "offer_wait_seconds",
             "offer_answer_seconds",
             "max_epoch_seconds",

@@ -152,6 +152,7 @@ class RunMachine:
             self._publishing.advance()
             self._tickets.advance()
             self._orders.advance()
+            run.forget_lost()
             if len(run.effects) == before:
                 return
         raise AssertionError(f"the coordinator did not come to rest after {MAX_ROUNDS} rounds")

@@ -67,6 +67,8 @@ class RunState:
         newest = record.epochs.get(record.last_epoch)
         if newest is not None:
             self.returning.update(worker_id for worker_id, _ in newest.members)
+        self.num_gone = 0
+        """Lost members that were forgotten."""
         self.outlook = ""
         """Why no worker has the newest state; empty: one has."""
         self.effects: list[Effect] = []
@@ -150,6 +152,18 @@ class RunState:
             return
         self.members[member.worker_id] = member
         self.members = dict(sorted(self.members.items()))
+
+    def forget_lost(self) -> None:
+        """Forget members that were lost long ago; their names may come back as those of new workers."""
+        keep = max(self.policy.forget_after_seconds, self.policy.expected_return_seconds)
+        for member in [member for member in self.members.values() if not member.alive]:
+            due = member.lost_at + keep
+            if self.now < due:
+                self.wake(due)
+                continue
+            self.forget_transfer(member)
+            del self.members[member.worker_id]
+            self.num_gone += 1
 
     def process(self, voter: Voter) -> Member | None:
         """Return the live member that is this very process."""

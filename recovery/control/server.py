@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from protos.recovery.v1 import (
 from recovery.clock import Clock, SystemClock
 from recovery.control.channel import PING_TIMEOUT_SECONDS, server_options
 from recovery.control.history import History
+from recovery.control.metrics import RunMetrics
 from recovery.control.owner import Machine, RunOwner, spawn
 from recovery.control.policy import RunPolicy
 from recovery.control.record import HistoryRecord
@@ -41,7 +43,8 @@ from recovery.control.run import RunMachine
 from recovery.control.security import RequireTokenAsync, SecurityConfig
 from recovery.control.service import CoordinatorServicer, OperationsServicer
 from recovery.errors import BadConfiguration, MisuseError
-from recovery.events import EventSink, LogSink
+from recovery.events import EventSink, Fanout, LogSink
+from recovery.metrics import MetricsServer
 from recovery.types import Address
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 EXPIRY_SECONDS = 30.0
 MAX_CALLS = 16_384
 """Streams, requests and waits at once; more are refused."""
+STATUS_SECONDS = 5.0
+"""For a scrape of the metrics; an owner that is busier than that answers without the run's numbers."""
 GRACE_SECONDS = 1.0
 """For answers under way when the coordinator ends; requests that nobody answers any more are cut off."""
 
@@ -78,6 +83,8 @@ class CoordinatorConfig:
             later. Raise it where transfers saturate the workers' links.
         silence_seconds: A stream on which nothing came for so long counts as lost; zero: HTTP/2 keepalive decides.
         rendezvous: Caps of the key-value store.
+        metrics_host: Interface on which metrics are served.
+        metrics_port: TCP port of ``/metrics``; 0: none are served.
     """
 
     policy: RunPolicy
@@ -89,12 +96,16 @@ class CoordinatorConfig:
     ping_timeout_seconds: float = PING_TIMEOUT_SECONDS
     silence_seconds: float = 0.0
     rendezvous: RendezvousLimits = field(default_factory=RendezvousLimits)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.ping_timeout_seconds <= 600:
             raise BadConfiguration(f"ping_timeout_seconds is {self.ping_timeout_seconds}: take 0.1 to 600")
         if self.silence_seconds < 0:
             raise BadConfiguration(f"silence_seconds is {self.silence_seconds}: take zero or more")
+        if not 0 <= self.metrics_port <= 65_535:
+            raise BadConfiguration(f"metrics_port is {self.metrics_port}: take 1 to 65535, or 0 to serve none")
 
 
 MachineFactory = Callable[[RunPolicy, HistoryRecord, float], Machine]
@@ -108,7 +119,10 @@ class _Coordinator:
         self, config: CoordinatorConfig, events: EventSink, clock: Clock, make_machine: MachineFactory
     ) -> None:
         self._config = config
-        self._events = events
+        self._metrics = RunMetrics(config.policy.run_id, self._status) if config.metrics_port else None
+        self._events = Fanout(events, self._metrics) if self._metrics is not None else events
+        self._metrics_server: MetricsServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._clock = clock
         self._make_machine = make_machine
         self._history = History(config.state_dir)
@@ -128,6 +142,10 @@ class _Coordinator:
         token = config.security.bearer_token()
         credentials = config.security.server_credentials()
         check_free(config.listen)
+        if self._metrics is not None:
+            self._loop = asyncio.get_running_loop()
+            self._metrics_server = MetricsServer(self._metrics.registry, config.metrics_host, config.metrics_port)
+            self._metrics_server.start()
         self._history.start()
         if config.new_run:
             self._history.create(config.policy.run_id)
@@ -187,6 +205,8 @@ class _Coordinator:
 
     async def stop(self) -> None:
         """End the owner, then the streams and the server, then the history; twice without harm."""
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         # The owner first: workers that are sent away because the coordinator ends are not lost to the run.
@@ -200,6 +220,20 @@ class _Coordinator:
         if self._server is not None:
             await self._server.stop(GRACE_SECONDS)
         self._history.close()
+
+    def _status(self) -> operations_pb2.ListResponse | None:
+        """Return the run as operators see it; None while it cannot be had. Not on the event loop's thread."""
+        owner, loop = self._owner, self._loop
+        if owner is None or loop is None or loop.is_closed():
+            return None
+        request = operations_pb2.ListRequest(run_id=self._config.policy.run_id)
+        asked = asyncio.run_coroutine_threadsafe(owner.operate(f"metrics-{secrets.token_hex(8)}", request), loop)
+        try:
+            answer = asked.result(STATUS_SECONDS)
+        except (TimeoutError, CancelledError):
+            asked.cancel()
+            return None
+        return answer if isinstance(answer, operations_pb2.ListResponse) else None
 
 
 def run_coordinator(

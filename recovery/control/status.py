@@ -24,6 +24,7 @@ def status_of(run: RunState, now: float) -> operations_pb2.ListResponse:
         aborted_epochs=record.num_aborted,
         committed_epochs=record.num_committed,
         paused=record.paused,
+        gone=run.num_gone,
         workers=[_worker(run, member, now) for member in members],
     )
     if record.sealed != NO_VERSION:
@@ -61,6 +62,7 @@ def _worker(run: RunState, member: Member, now: float) -> operations_pb2.WorkerS
         last_seen=timestamp(member.last_seen + run.wall_offset_seconds),
         numerics_id=member.hello.numerics_id,
         training_thread_stalled=told.training_thread_stalled,
+        trouble=told.trouble if member.alive else "",
     )
     if member.held != NO_VERSION:
         status.version.CopyFrom(to_proto(member.held))

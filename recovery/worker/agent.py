@@ -50,6 +50,7 @@ from recovery.worker.publications import Publications
 from recovery.worker.replay import Replay
 from recovery.worker.reporter import Reporter
 from recovery.worker.standing import Standing
+from recovery.worker.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class Agent:
                 gradients of the outer parameters, the outer optimizer steps, the live model is overwritten.
         """
         clock = clock or SystemClock()
-        events = events or LogSink()
+        standing = Standing(clock)
+        events = Troubles(standing, events or LogSink())
         worker = WorkerRef(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex))
         host = config.data_host or host_towards(config.coordinator)
         snapshots = Snapshots(
@@ -105,7 +107,7 @@ class Agent:
             host=host,
             clock=clock,
             events=events,
-            standing=Standing(clock),
+            standing=standing,
             inbox=Inbox(clock),
             client=client,
             snapshots=snapshots,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import duration, from_proto, to_proto
 from recovery.errors import CannotKeepUp, DonorLost, NoDonorLeft, RecoveryError, SourcesExhausted, Stop
+from recovery.events import WaitsForState
 from recovery.types import Fingerprint, Version
 from recovery.worker.catch_up import CatchUp
 from recovery.worker.checkpoints import Checkpoints
@@ -57,6 +58,8 @@ class Chain:
         self._from_disk: Restored | None = None
         self._no_checkpoint = ""
         """Why this worker could not offer one when it was asked last."""
+        self._told = ""
+        """Why nobody gives this worker a state, as it was told last."""
         self._too_slow = ""
         """What rate the last ticket would have needed, if that is what it failed for."""
 
@@ -76,6 +79,7 @@ class Chain:
         """
         context = self._context
         context.standing.update(ready=False)
+        self._told = ""
         self._catch_up.begin()
         request = pb.WorkerMessage(recovery_request=pb.RecoveryRequest(reason=reason, from_worker_id=from_worker))
         deadline = context.clock.monotonic() + context.config.recover_timeout_seconds
@@ -219,7 +223,11 @@ class Chain:
         if not directive.expected:
             mine = f"; {self._no_checkpoint}" if self._no_checkpoint else ""
             raise SourcesExhausted(f"{context.worker}: {directive.reason}{mine}")
-        logger.info("%s: no donor yet: %s", context.worker, directive.reason)
+        if directive.reason != self._told:
+            # At once, and where people look: some of these waits need a person to end them.
+            self._told = directive.reason
+            logger.warning("%s waits for state: %s", context.worker, directive.reason)
+            context.events(WaitsForState(worker_id=context.worker.worker_id, reason=directive.reason))
         context.standing.waits_for(f"a donor: {directive.reason}")
         return None
 

@@ -19,9 +19,12 @@ logger = logging.getLogger(__name__)
 
 _SAVE_TIMEOUT_SECONDS = 600.0
 
+_AT_ONCE = ("drain", "rate", "cancel")
+"""Orders that only set something: they do not queue behind a save that takes minutes."""
+
 
 class OrderDesk:
-    """Owns the thread ``recovery-orders``: one order after the other, each answered exactly once."""
+    """Answers each order exactly once. Owns the thread ``recovery-orders``, where those that need time wait in turn."""
 
     def __init__(self, context: Context, checkpoints: Checkpoints, donors: DonorLoop, peers: PeerSource) -> None:
         self._context = context
@@ -41,7 +44,10 @@ class OrderDesk:
 
     def put(self, order: pb.Order) -> None:
         """Take an order; any thread; returns at once."""
-        self._orders.put(order)
+        if order.WhichOneof("kind") in _AT_ONCE:
+            self._answer(order)
+        else:
+            self._orders.put(order)
 
     def answer(
         self, order: pb.Order, error: RecoveryError | None, *, different: list[str] | None = None, detail: str = ""
@@ -69,13 +75,16 @@ class OrderDesk:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            try:
-                self._carry_out(order)
-            except RecoveryError as error:
-                self.answer(order, error)
-            except Exception as error:  # the thread's root: an order must be answered, and the next one served
-                logger.exception("%s: order %s failed", self._context.worker, order.order_id)
-                self.answer(order, RecoveryError(f"{type(error).__name__}: {error}"))
+            self._answer(order)
+
+    def _answer(self, order: pb.Order) -> None:
+        try:
+            self._carry_out(order)
+        except RecoveryError as error:
+            self.answer(order, error)
+        except Exception as error:  # the thread's root: an order must be answered, and the next one served
+            logger.exception("%s: order %s failed", self._context.worker, order.order_id)
+            self.answer(order, RecoveryError(f"{type(error).__name__}: {error}"))
 
     def _carry_out(self, order: pb.Order) -> None:
         match order.WhichOneof("kind"):

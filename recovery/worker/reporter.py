@@ -117,6 +117,7 @@ class Reporter:
                     waiting_for=stand.waiting_for,
                     waited=duration(waited),
                     training_thread_stalled=duration(stalled),
+                    trouble=stand.trouble,
                     tokens=context.state.run_progress.tokens,
                 )
             )

@@ -28,6 +28,8 @@ class Stand:
     """Joiners that could be served beside the present ones; 0 when drained."""
     undecided_epoch: int = 0
     """Epoch voted in whose outcome is not known; 0: none."""
+    trouble: str = ""
+    """What failed lately without stopping training; empty: nothing, or it succeeded since."""
     waiting_for: str = ""
     waiting_since: float = 0.0
 
@@ -53,6 +55,7 @@ class Standing:
         poisoned: bool | None = None,
         free_slots: int | None = None,
         undecided_epoch: int | None = None,
+        trouble: str | None = None,
     ) -> None:
         """Replace the fields that are given."""
         changes: dict[str, Any] = {
@@ -62,6 +65,7 @@ class Standing:
             "poisoned": poisoned,
             "free_slots": free_slots,
             "undecided_epoch": undecided_epoch,
+            "trouble": trouble,
         }
         with self._lock:
             self._now = replace(self._now, **{name: value for name, value in changes.items() if value is not None})

@@ -32,35 +32,44 @@ def averaged_at(worker: Worker, version: str) -> list[int]:
     return [m["epoch"] for m in list(worker.heard) if m.get("stage") == "averaged" and m["version"] == version]
 
 
-@pytest.mark.chaos  # waits for exact versions, which a busy machine can pass by
+def common(workers: list[Worker], lineage: int, least_step: int) -> set[str]:
+    """Return the versions of a lineage, from a step on, that all workers reached by commits of their own."""
+    versions = set.intersection(*(set(worker.boundaries()) for worker in workers))
+    return {each for each in versions if each.startswith(f"L{lineage}.") and step_of(each) >= least_step}
+
+
 def test_two_that_disagree_average_once_more_then_wait_for_an_operator(tmp_path: Path) -> None:
     """Field report: nicholicaron/ft-diloco, one of two became the truth without anybody's word."""
     with Fleet(tmp_path) as fleet:
-        workers = [fleet.worker("w0", seed=0, **PACE), fleet.worker("w1", seed=1, skew=2, **PACE)]
+        # Only in rosters of two: if a busy machine makes one late, the other has nobody to disagree with.
+        skewed = {"skew": 2, "skew_size": 2}
+        workers = [fleet.worker("w0", seed=0, **PACE), fleet.worker("w1", seed=1, **skewed, **PACE)]
         for worker in workers:
-            wait_commit(worker, 2)
+            worker.wait_said("joined")
         with fleet.operator() as operator:
             until(lambda: bool(operator.list().paused), "the run is paused")
             paused = operator.list()
             assert "recovery rollback --worker" in paused.paused
             assert "w0" in paused.paused
             assert "w1" in paused.paused
-            assert (paused.sealed.lineage, paused.sealed.outer_step) == (1, 2)
+            step = paused.sealed.outer_step
+            assert paused.sealed.lineage == 1
+            assert step >= 2
             # Both stand at the boundary, alive, with the state of before; each averaged twice, on two groups.
+            together = set.intersection(*(set(averaged_at(worker, f"L1.k{step}")) for worker in workers))
+            assert len(together) >= 2
             for worker in workers:
                 assert worker.process.poll() is None
-                assert newest(worker) == 2
-                assert len(averaged_at(worker, "L1.k2")) == 2
+                assert newest(worker) <= step
             until(
                 lambda: all("operator" in each.waiting_for for each in operator.list().workers),
                 "both workers say that they wait for an operator",
             )
             operator.rollback(NO_VERSION, worker_id="w0")
-        for worker in workers:
-            worker.wait(lambda m: m.get("stage") == "applied" and m["version"] == "L2.k4", "applied L2.k4")
-            worker.wait(lambda m: m["say"] == "boundary" and m["version"] == "L2.k4", "boundary L2.k4")
-        left, right = (worker.boundaries()["L2.k4"] for worker in workers)
-        assert [part for part in REPLICATED if left[part] != right[part]] == []
+        until(lambda: bool(common(workers, 2, step + 1)), "both committed the same step of the new lineage")
+        for version in common(workers, 2, step + 1):
+            left, right = (worker.boundaries()[version] for worker in workers)
+            assert [part for part in REPLICATED if left[part] != right[part]] == []
 
 
 def test_one_of_three_that_disagrees_recovers_and_the_others_go_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.boundary_faults import until
 from tests.support.fleet import ROOT, Fleet, Worker
 
 
@@ -91,6 +92,12 @@ def test_coordinator_without_history_never_takes_over_workers_that_have_one(tmp_
         (tmp_path / "coordinator").rename(tmp_path / "lost")
         fleet.forget_history()
         fleet.start_coordinator()
+        # The worker that holds the history says at once what it waits for, and who can end that.
+        worker.wait(
+            lambda m: m.get("event") == "WaitsForState" and "recovery adopt --worker w0" in m["reason"],
+            "said that it waits for `recovery adopt`",
+        )
+        until(lambda: any("recovery adopt" in line for line in worker.stderr), "a line in the log says so, too")
         fresh = fleet.worker("w1", seed=1, agent={"recover_timeout_seconds": 8.0})
         kind, message = refused(fresh)
         assert kind in {"NoDonorLeft", "SourcesExhausted", "RunRefused"}

@@ -51,6 +51,7 @@ def policy_of(world_random: int) -> RunPolicy:
         stall_after_seconds=20.0,
         lease_seconds=4.0,
         expected_return_seconds=5.0,
+        forget_after_seconds=7.0,
         offer_wait_seconds=1.0,
         offer_answer_seconds=10.0,
         max_epoch_seconds=20.0,

@@ -379,6 +379,7 @@ class Advertisement(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_URL_FIELD_NUMBER: _builtins.int
     CHECKPOINT_VERSION_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     inner_step: _builtins.int
     """Progress in the current phase."""
     inner_steps_per_phase: _builtins.int
@@ -396,6 +397,8 @@ class Advertisement(_message.Message):
     """Training tokens of the run at the last commit, and this worker's position in its own data."""
     checkpoint_url: _builtins.str
     """Path or URL and version of the newest verified checkpoint that this worker can read; absent: none."""
+    trouble: _builtins.str
+    """What failed lately without stopping training (a checkpoint); empty: nothing, or it succeeded since."""
     @_builtins.property
     def version(self) -> _common_pb2.Version:
         """Newest version whose state this worker can lend."""
@@ -425,10 +428,11 @@ class Advertisement(_message.Message):
         tokens: _builtins.int = ...,
         checkpoint_url: _builtins.str = ...,
         checkpoint_version: _common_pb2.Version | None = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_version", b"checkpoint_version", "training_thread_stalled", b"training_thread_stalled", "version", b"version", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_url", b"checkpoint_url", "checkpoint_version", b"checkpoint_version", "fingerprint", b"fingerprint", "free_slots", b"free_slots", "inner_step", b"inner_step", "inner_steps_per_phase", b"inner_steps_per_phase", "poisoned", b"poisoned", "ready", b"ready", "seconds_per_inner_step", b"seconds_per_inner_step", "tokens", b"tokens", "training_thread_stalled", b"training_thread_stalled", "version", b"version", "waited", b"waited", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_url", b"checkpoint_url", "checkpoint_version", b"checkpoint_version", "fingerprint", b"fingerprint", "free_slots", b"free_slots", "inner_step", b"inner_step", "inner_steps_per_phase", b"inner_steps_per_phase", "poisoned", b"poisoned", "ready", b"ready", "seconds_per_inner_step", b"seconds_per_inner_step", "tokens", b"tokens", "training_thread_stalled", b"training_thread_stalled", "trouble", b"trouble", "version", b"version", "waited", b"waited", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class ListResponse(_message.Message):
     COMMITTED_EPOCHS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     LINEAGES_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     sealed_fingerprint: _builtins.bytes
     alive: _builtins.int
@@ -69,6 +70,8 @@ class ListResponse(_message.Message):
     committed_epochs: _builtins.int
     paused: _builtins.str
     """Empty: the run goes on. Otherwise why it is paused and what ends that."""
+    gone: _builtins.int
+    """Workers that were lost so long ago that they are not listed any more, since this coordinator's start."""
     @_builtins.property
     def sealed(self) -> _common_pb2.Version: ...
     @_builtins.property
@@ -90,10 +93,11 @@ class ListResponse(_message.Message):
         committed_epochs: _builtins.int = ...,
         paused: _builtins.str = ...,
         lineages: _abc.Iterable[Global___LineageStatus] | None = ...,
+        gone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_epochs", b"aborted_epochs", "alive", b"alive", "committed_epochs", b"committed_epochs", "epoch", b"epoch", "lineages", b"lineages", "participating", b"participating", "paused", b"paused", "ready", b"ready", "run_id", b"run_id", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_epochs", b"aborted_epochs", "alive", b"alive", "committed_epochs", b"committed_epochs", "epoch", b"epoch", "gone", b"gone", "lineages", b"lineages", "participating", b"participating", "paused", b"paused", "ready", b"ready", "run_id", b"run_id", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -123,6 +127,7 @@ class WorkerStatus(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     TRAINING_THREAD_STALLED_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     alive: _builtins.bool
     ready: _builtins.bool
     poisoned: _builtins.bool
@@ -138,6 +143,8 @@ class WorkerStatus(_message.Message):
     hostname: _builtins.str
     process_id: _builtins.int
     numerics_id: _builtins.str
+    trouble: _builtins.str
+    """What failed lately without stopping training (a checkpoint); empty: nothing, or it succeeded since."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -173,10 +180,11 @@ class WorkerStatus(_message.Message):
         last_seen: _timestamp_pb2.Timestamp | None = ...,
         numerics_id: _builtins.str = ...,
         training_thread_stalled: _duration_pb2.Duration | None = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "peer_address", b"peer_address", "training_thread_stalled", b"training_thread_stalled", "version", b"version", "waited", b"waited", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "donor_slots", b"donor_slots", "drained", b"drained", "fingerprint", b"fingerprint", "free_slots", b"free_slots", "hostname", b"hostname", "inner_step", b"inner_step", "inner_steps_per_phase", b"inner_steps_per_phase", "last_seen", b"last_seen", "numerics_id", b"numerics_id", "peer_address", b"peer_address", "poisoned", b"poisoned", "process_id", b"process_id", "ready", b"ready", "stalled", b"stalled", "training_thread_stalled", b"training_thread_stalled", "version", b"version", "waited", b"waited", "waiting_for", b"waiting_for", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "donor_slots", b"donor_slots", "drained", b"drained", "fingerprint", b"fingerprint", "free_slots", b"free_slots", "hostname", b"hostname", "inner_step", b"inner_step", "inner_steps_per_phase", b"inner_steps_per_phase", "last_seen", b"last_seen", "numerics_id", b"numerics_id", "peer_address", b"peer_address", "poisoned", b"poisoned", "process_id", b"process_id", "ready", b"ready", "stalled", b"stalled", "training_thread_stalled", b"training_thread_stalled", "trouble", b"trouble", "version", b"version", "waited", b"waited", "waiting_for", b"waiting_for", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,12 +428,17 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OBEYED_FIELD_NUMBER: _builtins.int
+    obeyed: _builtins.bool
+    """Whether the worker itself said that it obeys; false: it is not attached, and is not chosen all the same."""
     def __init__(
         self,
+        *,
+        obeyed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["obeyed", b"obeyed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -460,12 +473,17 @@ Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 class CancelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    DETAIL_FIELD_NUMBER: _builtins.int
+    detail: _builtins.str
+    """What the joiner said that it did."""
     def __init__(
         self,
+        *,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

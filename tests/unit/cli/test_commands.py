@@ -72,8 +72,8 @@ ANSWERS: dict[type, Any] = {
     pb.ListRequest: LIST,
     pb.ResyncRequest: pb.ResyncResponse(version=to_proto(Version(2, 40)), fingerprint=SEALED, detail="1 MB from w0"),
     pb.SaveRequest: pb.SaveResponse(version=to_proto(Version(2, 40)), detail="/checkpoints/step_2_40"),
-    pb.DrainRequest: pb.DrainResponse(),
-    pb.CancelRequest: pb.CancelResponse(),
+    pb.DrainRequest: pb.DrainResponse(obeyed=True),
+    pb.CancelRequest: pb.CancelResponse(detail="w1 obeys"),
     pb.SetRateRequest: pb.SetRateResponse(),
     pb.RollbackRequest: pb.RollbackResponse(version=to_proto(Version(3, 5))),
     pb.AdoptRequest: pb.AdoptResponse(version=to_proto(Version(1, 7)), fingerprint=SEALED),
@@ -208,7 +208,7 @@ def test_what_could_not_be_verified_is_an_error(server: CoordinatorServer, capsy
         (
             ["cancel", "t7", "--request-id", "r"],
             pb.CancelRequest(request_id="r", transfer_id="t7"),
-            "transfer t7 is cancelled",
+            "transfer t7 is cancelled: w1 obeys",
         ),
         (
             ["rate", "w0", "1.5M", "--request-id", "r"],

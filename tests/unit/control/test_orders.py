@@ -6,6 +6,7 @@ import pytest
 
 from protos.recovery.v1 import common_pb2, coordinator_pb2, operations_pb2
 from recovery.control.inputs import OperationRequest
+from recovery.control.orders import OBEY_SECONDS
 from recovery.control.wire import duration, from_proto, to_proto
 from recovery.errors import (
     BadConfiguration,
@@ -91,8 +92,13 @@ def test_a_drained_worker_is_no_donor_also_after_a_restart() -> None:
     script = Script()
     version = script.start("a", "b")
     script.operate("d", operations_pb2.DrainRequest(worker_id="a", drained=True))
-    assert isinstance(script.answers["d"][0], operations_pb2.DrainResponse)
-    assert ordered(script, "a").drain.drained
+    order = ordered(script, "a")
+    assert order.drain.drained
+    assert "d" not in script.answers, "answered before the worker obeyed"
+    script.say("a", coordinator_pb2.OrderResult(order_id=order.order_id))
+    (answer,) = script.answers["d"]
+    assert isinstance(answer, operations_pb2.DrainResponse)
+    assert answer.obeyed
     script.attach("x")
     assert [donor.worker.worker_id for donor in script.ticket("x").donors] == ["b"]
     script.restart()
@@ -105,15 +111,43 @@ def test_a_drained_worker_is_no_donor_also_after_a_restart() -> None:
     assert [donor.worker.worker_id for donor in script.ticket("y").donors] == ["a"]
 
 
-def test_rate_and_cancel_reach_their_workers() -> None:
+def test_a_drain_that_the_worker_does_not_answer_is_in_force_and_says_so() -> None:
+    script = Script()
+    script.start("a", "b")
+    script.operate("slow", operations_pb2.DrainRequest(worker_id="a", drained=True))
+    script.wait(OBEY_SECONDS)
+    (slow,) = script.answers["slow"]
+    assert isinstance(slow, operations_pb2.DrainResponse)
+    assert not slow.obeyed
+    script.detach("b")
+    script.operate("gone", operations_pb2.DrainRequest(worker_id="b", drained=True))
+    (gone,) = script.answers["gone"]
+    assert isinstance(gone, operations_pb2.DrainResponse)
+    assert not gone.obeyed
+    assert [worker.drained for worker in script.machine.status(script.now).workers] == [True, True]
+
+
+def test_rate_and_cancel_are_answered_when_their_workers_obey() -> None:
     script = Script()
     script.start("a")
     script.operate("r", operations_pb2.SetRateRequest(worker_id="a", bytes_per_second=1000))
-    assert ordered(script, "a").rate.bytes_per_second == 1000
+    order = ordered(script, "a")
+    assert order.rate.bytes_per_second == 1000
+    assert "r" not in script.answers
+    script.say("a", coordinator_pb2.OrderResult(order_id=order.order_id))
+    assert isinstance(script.answers["r"][0], operations_pb2.SetRateResponse)
+    script.operate("r2", operations_pb2.SetRateRequest(worker_id="a", bytes_per_second=2000))
+    script.wait(OBEY_SECONDS)
+    assert isinstance(script.answers["r2"][0], PeerUnreachable)
     script.attach("x")
     ticket = script.ticket("x")
     script.operate("c", operations_pb2.CancelRequest(transfer_id=ticket.transfer_id))
-    assert ordered(script, "x").cancel.transfer_id == ticket.transfer_id
+    order = ordered(script, "x")
+    assert order.cancel.transfer_id == ticket.transfer_id
+    script.say("x", coordinator_pb2.OrderResult(order_id=order.order_id))
+    (answer,) = script.answers["c"]
+    assert isinstance(answer, operations_pb2.CancelResponse)
+    assert answer.detail == "x obeys"
     script.say(
         "x",
         coordinator_pb2.RecoveryReport(

@@ -221,6 +221,37 @@ def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
     assert script.sealed == Version(2, 2)
 
 
+def test_a_lost_worker_is_forgotten_in_time_and_counted() -> None:
+    script = Script(forget_after_seconds=60.0)
+    script.start("a", "b", "c")
+    script.detach("b")
+    script.detach("c")
+    script.wait(59.0)
+    listed = script.machine.status(script.now)
+    assert [(worker.worker.worker_id, worker.alive) for worker in listed.workers] == [
+        ("a", True),
+        ("b", False),
+        ("c", False),
+    ]
+    assert "it is gone" in listed.workers[1].waiting_for
+    script.attach("c", incarnation="i2")  # a new process of the name takes the lost one's place
+    script.wait(1.0)
+    listed = script.machine.status(script.now)
+    assert [(worker.worker.worker_id, worker.alive) for worker in listed.workers] == [("a", True), ("c", True)]
+    assert listed.gone == 1
+    script.attach("b")
+    assert script.ticket("b").donors
+
+
+def test_a_workers_trouble_is_shown() -> None:
+    script = Script()
+    script.start("a")
+    script.advertise("a", 1, trouble="a checkpoint failed: disk full")
+    assert script.machine.status(script.now).workers[0].trouble == "a checkpoint failed: disk full"
+    script.advertise("a", 2)
+    assert script.machine.status(script.now).workers[0].trouble == ""
+
+
 def test_all_gone_and_no_checkpoint_is_said_so() -> None:
     script = Script()
     script.start("a")
