@@ -7,7 +7,7 @@ number stays void and every member is judged anew by the older history.
 
 from __future__ import annotations
 
-from protos.recovery.v1 import coordinator_pb2, operations_pb2
+from protos.recovery.v1 import operations_pb2
 from recovery.control.boundary import BoundaryDesk
 from recovery.control.membership import Member, Standing
 from recovery.control.record import ADOPT, RESUME, ROLLBACK, LineageBegun, PauseSet, VersionSealed, Voter
@@ -62,7 +62,7 @@ class BeginningDesk:
                 other.standing = Standing.QUEUED
         run.forget_transfer(member)
         run.place_all()
-        run.tell(member, coordinator_pb2.BecomeOrigin(version=to_proto(version)))
+        run.tell_to_begin(member, version)
         run.emit(
             LineageStarted(worker_id=member.worker_id, version=version, cause=cause, parent=parent, lost_steps=lost)
         )
@@ -100,7 +100,7 @@ class BeginningDesk:
         if member.held == beginning.version:
             self.reported(member, member.held, member.fingerprint)
         else:
-            run.tell(member, coordinator_pb2.BecomeOrigin(version=to_proto(beginning.version)))
+            run.tell_to_begin(member, beginning.version)
 
     def _void(self, error: RecoveryError) -> None:
         run, beginning = self._run, self._run.beginning

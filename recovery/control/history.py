@@ -13,6 +13,7 @@ from typing import TextIO
 from recovery.control.record import (
     COMMITTED,
     KEPT_EPOCHS,
+    KEPT_POSITIONS,
     OPEN,
     Change,
     DrainSet,
@@ -48,6 +49,12 @@ CREATE TABLE positions (worker_id TEXT PRIMARY KEY, lineage INTEGER NOT NULL, ou
     tokens INTEGER NOT NULL, position BLOB NOT NULL);
 CREATE TABLE drained (worker_id TEXT PRIMARY KEY);
 """
+
+_TRAILS = """
+CREATE TABLE IF NOT EXISTS trails (worker_id TEXT NOT NULL, lineage INTEGER NOT NULL, outer_step INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, position BLOB NOT NULL, PRIMARY KEY (worker_id, lineage, outer_step))
+"""
+"""Came later than the format: a history of before gets it when it is loaded, and an older program does not mind it."""
 
 
 class History:
@@ -149,7 +156,7 @@ class History:
             )
         token = secrets.token_hex(4) + "-"
         row = f"INSERT INTO run VALUES (1, {FORMAT}, '{run_id}', 0, '{token}', '', x'', '');"  # checked: no quotes
-        database.executescript("BEGIN IMMEDIATE;" + _TABLES + row + "COMMIT;")
+        database.executescript(f"BEGIN IMMEDIATE;{_TABLES}{_TRAILS};{row}COMMIT;")
 
     def load(self, run_id: str) -> HistoryRecord:
         """Return everything that was stored, under a new generation.
@@ -174,6 +181,7 @@ class History:
         if found != FORMAT:
             raise BadConfiguration(f"{self._path / 'history.sqlite'} has format {found}; this program reads {FORMAT}")
         with _Transaction(database):
+            database.execute(_TRAILS)
             database.execute("UPDATE run SET generation = generation + 1")
             database.execute(
                 "UPDATE epochs SET verdict = 'aborted', reason = 'the coordinator restarted before it was decided' "
@@ -259,6 +267,14 @@ class History:
                     "(positions.lineage, positions.outer_step)",
                     (record.worker_id, version.lineage, version.outer_step, record.tokens, record.position),
                 )
+                database.execute(
+                    "INSERT OR REPLACE INTO trails SELECT * FROM positions WHERE worker_id = ?", (record.worker_id,)
+                )
+                database.execute(
+                    "DELETE FROM trails WHERE worker_id = ?1 AND (lineage, outer_step) < (SELECT lineage, outer_step "
+                    "FROM trails WHERE worker_id = ?1 ORDER BY lineage DESC, outer_step DESC LIMIT 1 OFFSET ?2)",
+                    (record.worker_id, KEPT_POSITIONS - 1),
+                )
             case DrainSet(drained=True):
                 database.execute("INSERT OR IGNORE INTO drained VALUES (?)", (record.worker_id,))
             case DrainSet():
@@ -290,8 +306,10 @@ class History:
                 record.committed, record.committed_epoch = created, epoch
         record.num_committed = database.execute("SELECT count(*) FROM epochs WHERE verdict = 'committed'").fetchone()[0]
         record.num_aborted = database.execute("SELECT count(*) FROM epochs WHERE verdict = 'aborted'").fetchone()[0]
-        for worker_id, lineage, step, tokens, position in database.execute("SELECT * FROM positions"):
-            record.positions[worker_id] = PositionRecorded(worker_id, Version(lineage, step), tokens, position)
+        for worker_id, lineage, step, tokens, position in database.execute(
+            "SELECT * FROM (SELECT * FROM trails UNION SELECT * FROM positions) ORDER BY lineage, outer_step"
+        ):
+            record.apply(PositionRecorded(worker_id, Version(lineage, step), tokens, position))
         record.drained.update(worker_id for (worker_id,) in database.execute("SELECT worker_id FROM drained"))
         return record
 

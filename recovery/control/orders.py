@@ -124,10 +124,11 @@ class OrderDesk:
         self._give(request_id, member, "verify", "", wrapped, seconds(request.timeout))
 
     def save(self, request_id: str, request: operations_pb2.SaveRequest) -> None:
-        ready = self._run.live_in(Standing.READY)
+        ready = [member for member in self._run.live_in(Standing.READY) if member.hello.saves_checkpoints]
         name = request.worker_id or (ready[0].worker_id if ready else "")
         if not name:
-            self._run.answer(request_id, NoDonorLeft("no live worker holds the newest sealed version"))
+            reason = "no live worker that has a checkpoint_url holds the newest sealed version"
+            self._run.answer(request_id, NoDonorLeft(reason))
             return
         member = self._live(request_id, name)
         if member is not None:

@@ -28,6 +28,10 @@ EPOCHS_PER_ADOPTION = 10**9
 KEPT_EPOCHS = 4096
 """Epochs whose outcome is answered by name; whoever asks for an older one is made a joiner."""
 
+KEPT_POSITIONS = 256
+KEPT_POSITION_BYTES = 2**20
+"""Data positions of one worker, so far back as a run may be resumed; the newest is kept whatever its size."""
+
 Voter = tuple[str, str]
 """Worker id and incarnation."""
 
@@ -139,6 +143,9 @@ class HistoryRecord:
     epochs: dict[int, EpochRecord] = field(default_factory=dict)
     seals: dict[Version, bytes] = field(default_factory=dict)
     positions: dict[str, PositionRecorded] = field(default_factory=dict)
+    """Newest position by worker."""
+    trails: dict[str, list[PositionRecorded]] = field(default_factory=dict)
+    """Each worker's last positions, oldest first, the newest included."""
     drained: set[str] = field(default_factory=set)
     paused: str = ""
     last_epoch: int = 0
@@ -181,6 +188,7 @@ class HistoryRecord:
                 known = self.positions.get(change.worker_id)
                 if known is None or change.version >= known.version:
                     self.positions[change.worker_id] = change
+                    self._lengthen_trail(change)
             case DrainSet():
                 (self.drained.add if change.drained else self.drained.discard)(change.worker_id)
             case PauseSet():
@@ -190,6 +198,25 @@ class HistoryRecord:
         """Return the run's tokens as the worker last reported them; 0: never."""
         known = self.positions.get(worker_id)
         return known.tokens if known is not None else 0
+
+    def position_at(self, worker_id: str, version: Version) -> PositionRecorded | None:
+        """Return where the worker stood in its data at the newest boundary that ``version`` contains.
+
+        Steps that the run left behind are none of its: what was drawn for them is drawn again.
+        """
+        for position in reversed(self.trails.get(worker_id, ())):
+            if position.position and self._leads_to(position.version, version):
+                return position
+        return None
+
+    def _lengthen_trail(self, change: PositionRecorded) -> None:
+        trail = self.trails.setdefault(change.worker_id, [])
+        if trail and trail[-1].version == change.version:
+            trail.pop()
+        trail.append(change)
+        total = sum(len(position.position) for position in trail)
+        while len(trail) > KEPT_POSITIONS or (len(trail) > 1 and total > KEPT_POSITION_BYTES):
+            total -= len(trail.pop(0).position)
 
     def _close(self, change: EpochClosed) -> None:
         epoch = self.epochs.get(change.epoch)
@@ -237,7 +264,9 @@ class HistoryRecord:
         A step that a lineage left behind (a rollback, a resume from an older checkpoint) is not on the path, though
         its number is lower than the newest.
         """
-        tip = self.committed
+        return self._leads_to(version, self.committed)
+
+    def _leads_to(self, version: Version, tip: Version) -> bool:
         while tip != NO_VERSION:
             begun = self.begun(tip.lineage)
             if version.lineage == tip.lineage:
@@ -257,5 +286,6 @@ def copy_of(record: HistoryRecord) -> HistoryRecord:
         epochs={number: dataclasses.replace(epoch) for number, epoch in record.epochs.items()},
         seals=dict(record.seals),
         positions=dict(record.positions),
+        trails={worker_id: list(trail) for worker_id, trail in record.trails.items()},
         drained=set(record.drained),
     )

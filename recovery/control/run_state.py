@@ -198,11 +198,19 @@ class RunState:
         )
         if record.sealed != NO_VERSION:
             welcome.sealed.CopyFrom(to_proto(record.sealed))
-        position = record.positions.get(member.worker_id)
-        if position is not None:
-            welcome.data_position = position.position
-            welcome.data_position_version.CopyFrom(to_proto(position.version))
         self.tell(member, welcome)
+
+    def tell_to_begin(self, member: Member, version: Version) -> None:
+        """Tell a member to begin a lineage with the state that it holds."""
+        data_position = self.data_position(member, version)
+        self.tell(member, coordinator_pb2.BecomeOrigin(version=to_proto(version), data_position=data_position))
+
+    def data_position(self, member: Member, version: Version) -> coordinator_pb2.RecordedPosition | None:
+        """Return where a worker stood in its data when the run was at ``version``; None: not known."""
+        found = self.record.position_at(member.worker_id, version)
+        if found is None:
+            return None
+        return coordinator_pb2.RecordedPosition(position=found.position, version=to_proto(found.version))
 
     def forget_transfer(self, member: Member) -> None:
         """End a member's transfer and the rendezvous of its attempts."""

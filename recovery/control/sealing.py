@@ -97,7 +97,8 @@ class SealDesk:
                 coordinator_pb2.Sealed(version=to_proto(record.sealed), fingerprint=record.sealed_fingerprint),
             )
         every = run.policy.save_every_steps
-        holders = [member for member in run.live_in(Standing.READY) if member.worker_id not in record.drained]
+        ready = [member for member in run.live_in(Standing.READY) if member.hello.saves_checkpoints]
+        holders = [member for member in ready if member.worker_id not in record.drained]
         if not every or record.sealed.outer_step % every or not holders:
             return
         saver = next((member for member in holders if member.worker_id == self._saver), holders[0])

@@ -306,6 +306,8 @@ class TicketDesk:
                 digest_size=32,
             ).digest(),
         )
+        if (position := run.data_position(member, transfer.version)) is not None:
+            ticket.data_position.CopyFrom(position)
         if run.period_seconds:
             ticket.outer_period.CopyFrom(duration(run.period_seconds))
         for index, name in enumerate(transfer.donors):

@@ -24,7 +24,7 @@ from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.clock import Clock, SystemClock
 from recovery.control.client import CoordinatorClient
 from recovery.control.peer_service import PeerServer
-from recovery.control.wire import from_proto, to_proto
+from recovery.control.wire import to_proto
 from recovery.errors import MisuseError, RecoveryError, StateReplaced, WorkerPoisoned
 from recovery.events import EventSink, LogSink, StateRestored
 from recovery.snapshot import Snapshots
@@ -128,6 +128,8 @@ class Agent:
             host, config.peer_port, self._donors.serve, config.security, run_id=config.run_id, worker=worker
         )
         self._layout_digest = b""
+        self._lineage = 0
+        """Of the last recovery; 0: none yet."""
         self._late = False
         self._first_inner_step = 0
         self._tokens_at_commit = 0
@@ -167,7 +169,7 @@ class Agent:
             self._context.client.start()
             self._context.client.wait_attached(self._context.config.attach_timeout_seconds)
             self._reporter.start()
-            self._take_position_back(self._recover("fresh", ask=False))
+            self._recover("fresh", ask=False)
         except BaseException as error:
             self.close(f"start failed: {error}")
             raise
@@ -373,6 +375,9 @@ class Agent:
     def _recover(self, reason: str, *, ask: bool = True, from_worker: str = "") -> Recovered:
         recovered = self._chain.recover(reason, ask=ask, from_worker=from_worker)
         self._begin_phase(late=recovered.late)
+        if recovered.version.lineage != self._lineage:  # a new process, or the run went back
+            self._lineage = recovered.version.lineage
+            self._take_position_back(recovered)
         self._context.events(
             StateRestored(
                 worker_id=self.worker.worker_id,
@@ -385,15 +390,11 @@ class Agent:
         return recovered
 
     def _take_position_back(self, recovered: Recovered) -> None:
-        """Go on drawing data where this worker's predecessor stood at its last committed boundary."""
-        welcome = self._context.inbox.welcome
-        stood_at = from_proto(welcome.data_position_version)
-        if not welcome.data_position or recovered.own_position or recovered.source == "origin":
+        """Go on drawing data where this worker, or its predecessor, stood at its newest boundary of this history."""
+        if not recovered.data_position or recovered.own_position or recovered.source == "origin":
             return
-        if stood_at.outer_step > recovered.version.outer_step:
-            lost = stood_at.outer_step - recovered.version.outer_step
-            logger.warning("%s: the samples of %d lost steps are not drawn again", self.worker, lost)
-        restore_kept(self._context.state, welcome.data_position)
+        logger.info("%s draws data on from where it stood at %s", self.worker, recovered.stood_at)
+        restore_kept(self._context.state, recovered.data_position)
 
     def _begin_phase(self, *, late: bool) -> None:
         local = self._context.state.local_progress
@@ -440,6 +441,7 @@ class Agent:
             process_id=os.getpid(),
             region=context.config.region,
             donor_slots=context.config.donor_slots,
+            saves_checkpoints=bool(context.config.checkpoint_url),
             undecided_epoch=stand.undecided_epoch,
             last_epoch=self._epochs.last_epoch,
         )

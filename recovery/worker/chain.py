@@ -8,13 +8,13 @@ means another ticket, which moves only the chunks that changed.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import duration, from_proto, to_proto
 from recovery.errors import CannotKeepUp, DonorLost, NoDonorLeft, RecoveryError, SourcesExhausted, Stop
 from recovery.events import WaitsForState
-from recovery.types import Fingerprint, Version
+from recovery.types import NO_VERSION, Fingerprint, Version
 from recovery.worker.catch_up import CatchUp
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.context import Context
@@ -43,6 +43,10 @@ class Recovered:
     num_bytes: int = 0
     own_position: bool = False
     """This worker's own private-kept parts came along."""
+    data_position: bytes = b""
+    """Where this worker stood in its data when the run was at the version recovered, as the coordinator stored it."""
+    stood_at: Version = NO_VERSION
+    """The boundary of ``data_position``."""
 
 
 class Chain:
@@ -92,6 +96,7 @@ class Chain:
                 context.client.send(request)
 
         unanswered = False
+        position = pb.RecordedPosition()
         while True:
             context.standing.waits_for(f"a source of state ({reason})")
             left = max(deadline - context.clock.monotonic(), 0.0)
@@ -105,6 +110,8 @@ class Chain:
             else:
                 directive = context.inbox.wait(context.inbox.take_directive, left, meanwhile)
             recovered: Recovered | None = None
+            if isinstance(directive, pb.BecomeOrigin | pb.Ticket):
+                position = directive.data_position
             match directive:
                 case None if self._too_slow:
                     raise CannotKeepUp(f"{context.worker}: {self._too_slow}", final=True)
@@ -127,7 +134,7 @@ class Chain:
                     unanswered = directive.resume_from_disk
             if recovered is not None:
                 context.standing.waits_for("")
-                return recovered
+                return replace(recovered, data_position=position.position, stood_at=from_proto(position.version))
 
     def _begin_history(self, version: Version) -> Recovered:
         """Declare the state in memory to be ``version``: the run's origin, or a checkpoint under a new lineage."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protos.recovery.v1 import coordinator_pb2
+from protos.recovery.v1 import coordinator_pb2, manifest_pb2
 from recovery.control.inputs import Attached, Effect, Input, Received, Tell
 from recovery.control.wire import to_proto
 from recovery.events import Recorder
+from recovery.state.tree import join
 from recovery.types import Version
 from recovery.worker import Agent, AgentConfig, chain
 from tests.support.coordinators import RUN, coordinator
@@ -128,6 +130,50 @@ def test_replaced_worker_draws_on_from_its_last_committed_boundary(tmp_path: Pat
         joined = again.wait_said("joined")
         assert joined["parts"]["position"] == recorded[newest]
         assert again.wait_event("StateRestored")["source"] == "peers"
+
+
+def drawn(parts: dict[str, str]) -> int:
+    """Return how many samples a worker had drawn, from what it says of its data position."""
+    tree = manifest_pb2.Value.FromString(bytes.fromhex(parts["position"].split("/")[0]))
+    value = join(tree, [])
+    assert isinstance(value, dict)
+    return int(value["drawn"])
+
+
+def test_a_run_that_went_back_draws_the_lost_steps_samples_again(tmp_path: Path) -> None:
+    """The ledger of one worker's samples: none twice in the history that counts, none left out of it.
+
+    Field report: NousResearch/nousnet#20 (batches of a kicked client are lost).
+    """
+    disk = tmp_path / "ckpt"
+    pace: dict[str, Any] = {"step_seconds": 0.1}
+    with Fleet(tmp_path, "--expected-return", "1") as fleet:
+        keeper = fleet.worker("w1", seed=0, agent={"checkpoint_url": str(disk), "checkpoint_keep": 50}, **pace)
+        other = fleet.worker("w0", seed=1, **pace)  # has no disk: only the coordinator knows where it stood
+        for worker in (keeper, other):
+            worker.wait_boundary(4)
+        saved(keeper, "L1.k4", disk)
+        before = {version: drawn(parts) for version, parts in other.boundaries().items()}
+        end_all([keeper, other])
+        for folder in disk.glob("step_1_*"):
+            if int(folder.name.split("_")[2]) > 2:
+                shutil.rmtree(folder)
+        keeper = fleet.worker("w1", seed=7, agent={"checkpoint_url": str(disk), "checkpoint_keep": 50}, **pace)
+        kept = keeper.wait_said("joined")["version"].replace("L2.", "L1.")
+        assert kept in ("L1.k1", "L1.k2")
+        again = fleet.worker("w0", seed=8, **pace)
+        joined = again.wait_said("joined")
+        assert drawn(joined["parts"]) == before[kept] < before["L1.k4"]
+        # The same for a live worker: it goes back to what it had drawn when the run was there.
+        again.wait_boundary(5)
+        reached = {version: drawn(parts) for version, parts in again.boundaries().items()}
+        with fleet.operator() as operator:
+            operator.rollback(Version(2, int(kept[4:]) + 1), timeout_seconds=60.0)
+        back = again.wait(
+            lambda m: m["say"] == "boundary" and m["version"].startswith("L3."), "a boundary of the third lineage"
+        )
+        start = reached.get(f"L2.k{int(kept[4:]) + 1}", before[kept])
+        assert start < drawn(back["parts"]) <= start + 8 * 10 * (int(back["version"][4:]) - int(kept[4:]) - 1)
 
 
 def test_checkpoint_offer_that_nobody_wants_any_more_is_not_waited_on(

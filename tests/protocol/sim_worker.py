@@ -79,6 +79,7 @@ class Process:
             numerics_id=NUMERICS,
             layout_digest=bytes(32),
             donor_slots=2,
+            saves_checkpoints=True,
             undecided_epoch=self.epoch if self.mode == VOTED else 0,
             last_epoch=self.epoch,
         )

@@ -314,10 +314,47 @@ def test_the_data_position_comes_back_to_the_next_process_of_the_same_name() -> 
         )
     script.restart()
     script.attach("b", NO_VERSION, incarnation="i2")
-    (welcome,) = script.heard_only("b", coordinator_pb2.Welcome)
-    assert isinstance(welcome, coordinator_pb2.Welcome)
-    assert welcome.data_position == b"position of b"
-    assert from_proto(welcome.data_position_version) == version.next()
+    script.attach("a", version.next())
+    ticket = script.ticket("b")
+    assert ticket.data_position.position == b"position of b"
+    assert from_proto(ticket.data_position.version) == version.next()
+
+
+def test_a_run_that_went_back_gives_back_the_positions_of_the_step_at_which_it_goes_on() -> None:
+    script = Script(save_every_steps=0)
+    version = script.start("a", "b")
+    for _ in range(3):
+        script.arrive("a", "b", at=version)
+        epoch = script.roster("a").epoch
+        for name in ("a", "b"):
+            position = f"{name} at {version.next()}".encode()
+            script.say(
+                name,
+                coordinator_pb2.Vote(epoch=epoch, version=to_proto(version), digest=b"same", data_position=position),
+            )
+        version = version.next()
+        script.applied("a", version, epoch=epoch)
+        script.applied("b", version, epoch=epoch)
+    script.restart()
+    script.attach("a")
+    script.attach("b")
+    script.wait(script.policy.expected_return_seconds)
+    kept = Version(1, 1)
+    script.say(
+        "a",
+        coordinator_pb2.RecoveryReport(
+            source=coordinator_pb2.RECOVERY_SOURCE_DISK, version=to_proto(kept), fingerprint=fingerprint_of(kept)
+        ),
+    )
+    script.wait(script.policy.offer_wait_seconds)
+    (begin,) = script.heard_only("a", coordinator_pb2.BecomeOrigin)
+    assert isinstance(begin, coordinator_pb2.BecomeOrigin)
+    assert begin.data_position.position == b"a at L1.k1"
+    script.applied("a", from_proto(begin.version), fingerprint_of(kept))
+    ticket = script.ticket("b")
+    assert from_proto(ticket.version) == Version(2, 1)
+    assert ticket.data_position.position == b"b at L1.k1"
+    assert from_proto(ticket.data_position.version) == kept
 
 
 def test_one_saver_is_named_for_each_seal_and_stays_the_same() -> None:
@@ -333,6 +370,25 @@ def test_one_saver_is_named_for_each_seal_and_stays_the_same() -> None:
         version = version.next()
         savers += [name for name in "ab" if script.heard_only(name, coordinator_pb2.SaverAssignment)]
     assert savers == ["a", "a"]
+
+
+def test_a_worker_without_a_place_for_checkpoints_is_never_named_to_save() -> None:
+    script = Script()
+    script.attach("a", saves_checkpoints=False)
+    script.attach("b")
+    script.wait(script.policy.origin_wait_seconds)
+    script.applied("a", Version(1, 0))
+    assert script.heard_only("a", coordinator_pb2.SaverAssignment) == []
+    script.received("b", script.ticket("b"))
+    script.operate("s", operations_pb2.SaveRequest())
+    assert script.heard_only("b", coordinator_pb2.Order)
+    script.heard("a")
+    script.arrive("a", "b", at=Version(1, 0))
+    script.vote("a", "b", epoch=script.roster("a").epoch, at=Version(1, 0))
+    script.applied("a", Version(1, 1), epoch=1)
+    script.applied("b", Version(1, 1), epoch=1)
+    assert script.heard_only("a", coordinator_pb2.SaverAssignment) == []
+    assert script.heard_only("b", coordinator_pb2.SaverAssignment) != []
 
 
 KINDS = [

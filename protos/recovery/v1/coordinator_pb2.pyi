@@ -226,6 +226,7 @@ class Hello(_message.Message):
     HOSTNAME_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    SAVES_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """The protocol's version; this file describes 1."""
     run_id: _builtins.str
@@ -244,6 +245,8 @@ class Hello(_message.Message):
     """The newest epoch that the worker saw a roster of; zero: none. A coordinator that lost its history counts on from it:
     a number never means two epochs.
     """
+    saves_checkpoints: _builtins.bool
+    """True: it has a place for checkpoints. Only such a worker is named to save a version."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -276,10 +279,11 @@ class Hello(_message.Message):
         hostname: _builtins.str = ...,
         process_id: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
+        saves_checkpoints: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "last_epoch", b"last_epoch", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "last_epoch", b"last_epoch", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "saves_checkpoints", b"saves_checkpoints", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,8 +302,6 @@ class Welcome(_message.Message):
     GATHER_MAX_WAIT_FIELD_NUMBER: _builtins.int
     MIN_PARTICIPANTS_FIELD_NUMBER: _builtins.int
     INNER_STEPS_PER_PHASE_FIELD_NUMBER: _builtins.int
-    DATA_POSITION_FIELD_NUMBER: _builtins.int
-    DATA_POSITION_VERSION_FIELD_NUMBER: _builtins.int
     sealed_fingerprint: _builtins.bytes
     current: _builtins.bool
     """True: this worker's state is the run's newest sealed state; it goes on training."""
@@ -308,16 +310,10 @@ class Welcome(_message.Message):
     min_participants: _builtins.int
     inner_steps_per_phase: _builtins.int
     """Inner steps of one phase, as the run was created with; zero: the workers' own affair."""
-    data_position: _builtins.bytes
-    """The data position that this worker id last reported at a committed boundary, and that boundary's version; empty
-    and absent: it never did. A replaced process goes on from there and neither repeats nor loses samples.
-    """
     @_builtins.property
     def sealed(self) -> _common_pb2.Version: ...
     @_builtins.property
     def gather_max_wait(self) -> _duration_pb2.Duration: ...
-    @_builtins.property
-    def data_position_version(self) -> _common_pb2.Version: ...
     def __init__(
         self,
         *,
@@ -328,16 +324,43 @@ class Welcome(_message.Message):
         gather_max_wait: _duration_pb2.Duration | None = ...,
         min_participants: _builtins.int = ...,
         inner_steps_per_phase: _builtins.int = ...,
-        data_position: _builtins.bytes = ...,
-        data_position_version: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data_position_version", b"data_position_version", "gather_max_wait", b"gather_max_wait", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gather_max_wait", b"gather_max_wait", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_origin", b"awaiting_origin", "current", b"current", "data_position", b"data_position", "data_position_version", b"data_position_version", "gather_max_wait", b"gather_max_wait", "inner_steps_per_phase", b"inner_steps_per_phase", "min_participants", b"min_participants", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_origin", b"awaiting_origin", "current", b"current", "gather_max_wait", b"gather_max_wait", "inner_steps_per_phase", b"inner_steps_per_phase", "min_participants", b"min_participants", "sealed", b"sealed", "sealed_fingerprint", b"sealed_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class RecordedPosition(_message.Message):
+    """Where a worker id stood in its data at the newest committed boundary that a version contains. A replaced process, or
+    one whose run went back, goes on from there and neither repeats nor loses samples.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    position: _builtins.bytes
+    @_builtins.property
+    def version(self) -> _common_pb2.Version:
+        """Of that boundary."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.bytes = ...,
+        version: _common_pb2.Version | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedPosition: _TypeAlias = RecordedPosition  # noqa: Y015
 
 @_typing.final
 class Rejected(_message.Message):
@@ -485,6 +508,7 @@ class Ticket(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     OUTER_PERIOD_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     fingerprint: _builtins.bytes
@@ -501,6 +525,10 @@ class Ticket(_message.Message):
     def outer_period(self) -> _duration_pb2.Duration:
         """Time between the run's last two commits; absent: unknown."""
 
+    @_builtins.property
+    def data_position(self) -> Global___RecordedPosition:
+        """Absent: the worker never reported one."""
+
     def __init__(
         self,
         *,
@@ -512,10 +540,11 @@ class Ticket(_message.Message):
         reason: _builtins.str = ...,
         token: _builtins.bytes = ...,
         outer_period: _duration_pb2.Duration | None = ...,
+        data_position: Global___RecordedPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outer_period", b"outer_period", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "outer_period", b"outer_period", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "donors", b"donors", "fingerprint", b"fingerprint", "outer_period", b"outer_period", "reason", b"reason", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "data_position", b"data_position", "donors", b"donors", "fingerprint", b"fingerprint", "outer_period", b"outer_period", "reason", b"reason", "token", b"token", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -723,18 +752,24 @@ class BecomeOrigin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    DATA_POSITION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.Version:
         """At the run's very first start: lineage 1, outer step 0."""
+
+    @_builtins.property
+    def data_position(self) -> Global___RecordedPosition:
+        """Absent: the worker never reported one."""
 
     def __init__(
         self,
         *,
         version: _common_pb2.Version | None = ...,
+        data_position: Global___RecordedPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

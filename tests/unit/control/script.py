@@ -70,6 +70,7 @@ class Script:
             "numerics_id": NUMERICS,
             "layout_digest": LAYOUT,
             "donor_slots": 2,
+            "saves_checkpoints": True,
             "data_hosts": ["127.0.0.1"],
             **hello,
         }

@@ -142,6 +142,7 @@ def test_disk_and_memory_agree_on_any_order_and_repetition(order: list[int]) -> 
     assert found.seals == expected.seals
     assert found.epochs == expected.epochs
     assert found.positions == expected.positions
+    assert found.trails == expected.trails
     assert found.drained == expected.drained
     assert found.sealed == expected.sealed
     assert (found.num_committed, found.num_aborted) == (expected.num_committed, expected.num_aborted)
