@@ -9,33 +9,36 @@
       v           scheduler.step(), scaler.update(), forward, backward              v
 
 A loop that says ``boundary()`` after each inner step has its scalars read there; one that does not, at the pre-hook.
+
+Memory for the copies is touched in the background first, and the capture waits for that, unless somebody wants the very
+instant before a version's first inner step (a checkpoint).
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 
 import torch
 
 from recovery.errors import DonorBusy, RecoveryError
-from recovery.snapshot.capture_records import Capture, Captured, Preparation, Request
+from recovery.snapshot.capture_records import Capture, Captured
 from recovery.snapshot.copy_jobs import CopyJob, CopyJobs
 from recovery.snapshot.device import SideStream
 from recovery.snapshot.frozen import copy_range, freeze
 from recovery.snapshot.outline import Outline, bytes_in, held, take_apart
+from recovery.snapshot.preparation import Preparation, aligned
 from recovery.snapshot.rhythm import Rhythm, rhythm
 from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.stall import StallAccount, StallCause
 from recovery.snapshot.vault import Vault
+from recovery.snapshot.waiting import Request, Waiting, running
 from recovery.state.chunks import chunk_ranges
 from recovery.state.leaf import memory_key
 from recovery.state.live_part import LivePart
 from recovery.state.parts import WorkerState
 from recovery.types import MIB, Cut, PartName, Version
 
-_ALIGNMENT_BYTES = 64
 _JOB_BYTES = 8 * MIB
 """Large enough that taking the interpreter between two copies is rare, small enough that waiting for one is short."""
 
@@ -85,39 +88,35 @@ class PrivateCapture:
         self._measure_in_step_bytes = measure_in_step_bytes
         self._on_captured = on_captured
         self._on_waited = on_waited
-        self._lock = threading.Lock()
-        self._requests: list[Request] = []
+        self._waiting = Waiting()
+        self._lock = self._waiting.lock
         self._preparation: Preparation | None = None
         self._capture: Capture | None = None
 
     def request(self, request: Request) -> None:
         """Somebody waits from now on."""
-        with self._lock:
-            self._requests.append(request)
+        self._waiting.add(request)
 
     @property
     def wanted(self) -> bool:
         """Whether anybody waits, or a capture runs. The only thing that an idle step looks at."""
-        return bool(self._requests) or self._capture is not None
+        return len(self._waiting) > 0 or self._capture is not None
 
     def is_due(self, version: Version) -> bool:
         """Return whether somebody waits for a capture at ``version`` that has not begun."""
-        return self._capture is None and bool(self._eligible(version))
+        return self._capture is None and bool(self._waiting.due(version))
 
     def fail(self, error: RecoveryError) -> None:
         """All who wait get ``error``."""
         with self._lock:
-            requests, self._requests = self._requests, []
             self._preparation = None
-        for request in requests:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(error)
+        self._waiting.fail(error)
 
     def tidy(self) -> None:
         """Requests that were cancelled are forgotten; memory that nobody waits for is given back. Any thread."""
         with self._lock:
-            self._requests = [request for request in self._requests if not request.future.cancelled()]
-            if self._requests:
+            self._waiting.forget_cancelled()
+            if len(self._waiting):
                 return
             self._preparation = None
             # One that runs has no reader either: what is not copied yet is left, and who works on it finds it gone.
@@ -129,7 +128,12 @@ class PrivateCapture:
 
     def size(self) -> int:
         """Return about how many bytes a capture takes now."""
-        return sum(_aligned(bytes_in(value)) for value in self._values().values())
+        return sum(aligned(bytes_in(value)) for value in self._values().values())
+
+    def prepare(self) -> None:
+        """Memory is made ready for a capture that will be due: at the next boundary it is there."""
+        if len(self._waiting) and self._preparation is None and self._capture is None:
+            self._guarded(self._prepare)
 
     def step_ended(self, version: Version) -> None:
         """All inner optimizers have stepped; the loop still has to do what else belongs to the step."""
@@ -148,6 +152,7 @@ class PrivateCapture:
             whole: Nothing will tell when the next step begins: a capture has to be over when this returns.
         """
         if self._capture is None:
+            self._waiting.fail_missed(Cut(version, self._state.local_progress.inner_step))
             begun = self._prepared(version) and self._guarded(lambda: self._begin(version))
             if not begun and self._prepared(version):
                 # What was prepared no longer fitted; nothing tells when the next chance comes.
@@ -160,6 +165,8 @@ class PrivateCapture:
         """What was captured is about to change: the capture is over when this returns."""
         if self._capture is not None:
             self._guarded(lambda: self._finish(version))
+        elif len(self._waiting):
+            self._waiting.fail_missed(Cut(version, self._state.local_progress.inner_step + 1))
 
     # Stages
 
@@ -176,60 +183,50 @@ class PrivateCapture:
             self._on_waited(span.seconds, capture.for_whom)
         self._complete(capture)
 
-    def _eligible(self, version: Version) -> list[Request]:
-        with self._lock:
-            return [request for request in self._requests if request.not_before <= version]
-
     def _prepared(self, version: Version) -> bool:
         """Return whether all is ready for a capture that somebody wants; if not, see to it."""
-        if not self._requests or not self._eligible(version):
+        due = self._waiting.due(version)
+        if not due:
             return False
         if self._preparation is None and not self._guarded(self._prepare):
             return False
         preparation = self._preparation
-        return preparation is not None and preparation.ready
+        if preparation is None:
+            return False
+        if not preparation.ready and any(request.at_boundary for request in due):
+            # This instant does not come again: better to copy into pages that nobody has touched.
+            return self._guarded(lambda: self._lay_out(preparation))
+        return preparation.ready
 
     def _prepare(self) -> None:
         with self._stall.measure(StallCause.CAPTURE_MEASURE):
-            values = {name: held(value) for name, value in self._values().items()}
-            preparation = Preparation(values)
+            preparation = Preparation({name: held(value) for name, value in self._values().items()})
             with self._lock:
-                if not self._requests:
+                if not len(self._waiting):
                     return  # cancelled meanwhile, and nobody tidies up after the last one
                 self._preparation = preparation
-            if sum(map(bytes_in, values.values())) <= self._measure_in_step_bytes:
-                self._reserve(preparation)
+            if preparation.num_bytes <= self._measure_in_step_bytes:
+                preparation.lay_out(self._state, self._vault)
+                preparation.touch()
                 return
         self._copier.submit(lambda: self._guarded(lambda: self._reserve(preparation)))
 
+    def _lay_out(self, preparation: Preparation) -> None:
+        with self._stall.measure(StallCause.CAPTURE_MEASURE):
+            preparation.lay_out(self._state, self._vault)
+
     def _reserve(self, preparation: Preparation) -> None:
-        """Memory for every part is ready to be written. On the copier's thread, unless there is little of it."""
-        outlines = {name: Outline(self._state.part(name), value) for name, value in preparation.values.items()}
-        total = sum(_aligned(outline.part.bytes.num_bytes) for outline in outlines.values())
-        arena = self._vault.reserve(total)
-        if arena is None:
-            self.fail(
-                DonorBusy(
-                    f"{total} bytes of private state do not fit beside {self._vault.used_bytes} in use into the "
-                    f"snapshot budget of {self._vault.budget_bytes} bytes"
-                )
-            )
-            return
-        arena.touch()
-        start = 0
-        for name, outline in outlines.items():
-            size = outline.part.bytes.num_bytes
-            preparation.regions[name] = arena.data[start : start + size]
-            start += _aligned(size)
-        preparation.outlines = outlines
-        preparation.ready = True
+        """Memory for every part is ready to be written. On the copier's thread."""
+        if self._preparation is preparation:
+            preparation.lay_out(self._state, self._vault)
+            preparation.touch()
 
     def _begin(self, version: Version) -> None:
         preparation = self._preparation
         assert preparation is not None
         with self._stall.measure(StallCause.CAPTURE_COPY) as span:
             inner_step = self._state.local_progress.inner_step
-            for_whom = ", ".join(request.holder for request in self._eligible(version))
+            for_whom = ", ".join(request.holder for request in self._waiting.due(version))
             capture = Capture(version, inner_step, for_whom, preparation)
             jobs: list[CopyJob] = []
             self._side_stream.mark()
@@ -339,14 +336,13 @@ class PrivateCapture:
                 return
             self._capture = None
             self._preparation = None
-            takers = [request for request in self._requests if request.not_before <= capture.version]
-            self._requests = [request for request in self._requests if request.not_before > capture.version]
-        cut = capture.cut
+            cut = capture.cut
+            takers = self._waiting.take(cut)
         # On a service thread: it may be the training thread that found the capture whole.
         self._finisher.submit(lambda: self._hand_over(capture, cut, takers))
 
     def _hand_over(self, capture: Capture, cut: Cut, requests: list[Request]) -> None:
-        requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
+        requests = running(requests)
         if not requests:
             return  # a snapshot without a reader would stay: its memory goes back when the last one's lease ends
         try:
@@ -379,7 +375,8 @@ class PrivateCapture:
         if capture is None:
             return
         capture.jobs.cancel()
-        capture.jobs.wait()
+        with self._stall.measure(StallCause.CAPTURE_WAIT):
+            capture.jobs.wait()
         with self._lock:
             self._capture = None
 
@@ -401,7 +398,3 @@ class PrivateCapture:
             failure.__cause__ = None if failure is error else error
             self.fail(failure)
         return False
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,36 +1,16 @@
-"""What a capture of the private parts consists of, from the request to the result."""
+"""What a capture of the private parts consists of: while it runs, and its result."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from recovery.snapshot.copy_jobs import CopyJobs
-from recovery.snapshot.lease import Lease
 from recovery.snapshot.outline import Outline
+from recovery.snapshot.preparation import Preparation
 from recovery.state.live_part import LivePart
 from recovery.types import Cut, PartName, Version
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Somebody wants the private parts, not before a version."""
-
-    holder: str
-    not_before: Version
-    future: Future[Lease]
-
-
-@dataclass(slots=True)
-class Preparation:
-    """Memory for the next capture, and what the parts looked like when it was reserved."""
-
-    values: dict[PartName, object]
-    outlines: dict[PartName, Outline] = field(default_factory=dict)
-    regions: dict[PartName, torch.Tensor] = field(default_factory=dict)
-    ready: bool = False
 
 
 @dataclass(slots=True)

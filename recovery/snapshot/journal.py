@@ -19,6 +19,7 @@ from recovery.clock import Clock
 from recovery.errors import DonorBusy, DonorMemoryChanged, DonorRefused, MisuseError, RecoveryError
 from recovery.snapshot.lease import Lease, LeaseBook, LeaseRecord, Reading
 from recovery.snapshot.service import ServiceThread
+from recovery.snapshot.stall import StallAccount, StallCause
 from recovery.snapshot.vault import Vault
 from recovery.state.digest import chunk_digest
 from recovery.state.live_part import LivePart, live_part
@@ -102,6 +103,7 @@ class Journal:
     Args:
         vault: Whose budget the entries count against; memory itself is the averager's.
         digester: The thread that describes entries.
+        stall: Where copies on the training thread are counted.
         describe: Makes an entry's manifest.
         make_book: Makes an entry's leases.
         grace_seconds: How long after the last conversation entries are kept on.
@@ -111,6 +113,7 @@ class Journal:
         self,
         vault: Vault,
         digester: ServiceThread,
+        stall: StallAccount,
         clock: Clock,
         *,
         describe: Describe,
@@ -119,6 +122,7 @@ class Journal:
     ) -> None:
         self._vault = vault
         self._digester = digester
+        self._stall = stall
         self._clock = clock
         self._describe = describe
         self._make_book = make_book
@@ -183,7 +187,7 @@ class Journal:
             )
             return False
         copies = self._copies or any(tensor.is_inference() for tensor in averaged)
-        kept = [] if encoded else [tensor.detach().clone() if copies else tensor for tensor in averaged]
+        kept = [] if encoded else self._copied(averaged) if copies else list(averaged)
         like = [(tensor.shape, tensor.dtype) for tensor in averaged]
         self._pending = _Pending(
             kept, list(encoded), like, _counters(kept), num_bytes, max(1, whole // max(num_bytes, 1))
@@ -269,6 +273,11 @@ class Journal:
         with self._lock:
             entries = list(self._entries.values())
         return sum(len(entry.snapshot.book) for entry in entries if entry.snapshot is not None)
+
+    def _copied(self, averaged: Sequence[Tensor]) -> list[Tensor]:
+        with self._stall.measure(StallCause.JOURNAL_COPY) as span:
+            span.num_bytes = sum(tensor.nbytes for tensor in averaged)
+            return [tensor.detach().clone() for tensor in averaged]
 
     def _digest(self, entry: _Entry) -> None:
         """The entry can be leased, or says why not. On the digester's thread."""

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from recovery.events import EventSink, GuardCopied, LeaseEnded, LeaseTaken, SnapshotCaptured, TrainingThreadWaited
+from collections.abc import Mapping
+
+from recovery.events import (
+    EventSink,
+    GuardCopied,
+    LeaseEnded,
+    LeaseTaken,
+    SnapshotCaptured,
+    TrainingThreadStalled,
+    TrainingThreadWaited,
+)
 from recovery.snapshot.capture_records import Captured
+from recovery.snapshot.stall import Stall
 from recovery.types import Version, WorkerRef
 
 
@@ -41,6 +52,20 @@ class Reports:
                 copied_bytes=copied_bytes,
                 void_pulls=void_pulls,
                 training_thread_seconds=seconds,
+            )
+        )
+
+    def stalled(self, version: Version, by_cause: Mapping[str, Stall]) -> None:
+        """What the training thread spent on snapshots up to the publication of ``version``, since the one before."""
+        if not by_cause:
+            return
+        self._events(
+            TrainingThreadStalled(
+                worker_id=self._worker_id,
+                version=version,
+                causes=tuple(by_cause),
+                seconds=tuple(stall.seconds for stall in by_cause.values()),
+                copied_bytes=tuple(stall.num_bytes for stall in by_cause.values()),
             )
         )
 

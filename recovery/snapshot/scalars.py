@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
 from recovery.errors import DonorBusy, RecoveryError
-from recovery.snapshot.capture_records import Captured, Request
+from recovery.snapshot.capture_records import Captured
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.stall import StallAccount, StallCause
+from recovery.snapshot.waiting import Request, Waiting, running
 from recovery.state.parts import WorkerState
 from recovery.state.scalars import scalar_parts
 from recovery.types import Cut, Version
@@ -36,43 +36,33 @@ class ScalarCapture:
         self._stall = stall
         self._finisher = finisher
         self._on_captured = on_captured
-        self._lock = threading.Lock()
-        self._requests: list[Request] = []
+        self._waiting = Waiting()
 
     @property
     def wanted(self) -> bool:
         """Whether anybody waits. The only thing that an idle step looks at."""
-        return bool(self._requests)
+        return len(self._waiting) > 0
 
     def request(self, request: Request) -> None:
         """Somebody waits from now on."""
-        with self._lock:
-            self._requests.append(request)
+        self._waiting.add(request)
 
     def fail(self, error: RecoveryError) -> None:
         """All who wait get ``error``."""
-        with self._lock:
-            requests, self._requests = self._requests, []
-        for request in requests:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(error)
+        self._waiting.fail(error)
 
     def tidy(self) -> None:
         """Requests that were cancelled are forgotten."""
-        with self._lock:
-            self._requests = [request for request in self._requests if not request.future.cancelled()]
+        self._waiting.forget_cancelled()
 
     def take(self, version: Version) -> None:
         """The training thread stands between two inner steps at ``version``: who waits gets what there is now."""
-        with self._lock:
-            due = [request for request in self._requests if request.not_before <= version]
-            self._requests = [request for request in self._requests if request.not_before > version]
-        takers = [request for request in due if request.future.set_running_or_notify_cancel()]
+        cut = Cut(version, self._state.local_progress.inner_step)
+        takers = running(self._waiting.take(cut))
         if not takers:
             return
         try:
             with self._stall.measure(StallCause.CAPTURE_COPY) as span:
-                cut = Cut(version, self._state.local_progress.inner_step)
                 parts = scalar_parts(self._state)
                 data = [
                     part.bytes.read(0, part.bytes.num_bytes, torch.empty(part.bytes.num_bytes, dtype=torch.uint8))

@@ -25,6 +25,14 @@ class StallCause(enum.Enum):
     """Copying what forward or backward would change, and the scalars."""
     CAPTURE_WAIT = "capture-wait"
     """Finishing the copy of the inner optimizers' tensors before the next inner step changes them."""
+    JOURNAL_COPY = "journal-copy"
+    """Copying averages for the journal, where the training loop writes into what it is given."""
+    DIGEST_WAIT = "digest-wait"
+    """Waiting for a version's fingerprint, or hashing its memory again: a boundary asks for that, joiners or not."""
+
+
+_OWN = frozenset({StallCause.PUBLISH, StallCause.DIGEST_WAIT})
+"""What a worker spends on its own run's behalf, also when nobody reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,7 @@ class StallAccount:
         self._lock = threading.Lock()
         self._thread = 0
         self._stalls = {cause: Stall() for cause in StallCause}
+        self._told = dict(self._stalls)
 
     def bind(self) -> None:
         """The calling thread is the one that trains. Before the first call every thread counts."""
@@ -90,8 +99,23 @@ class StallAccount:
 
     @property
     def serving_seconds(self) -> float:
-        """Seconds that would not have been spent had nobody held a lease: all but ``PUBLISH``."""
-        return self.total_seconds - self._stalls[StallCause.PUBLISH].seconds
+        """Seconds that would not have been spent had nobody held a lease."""
+        return sum(stall.seconds for cause, stall in self._stalls.items() if cause not in _OWN)
+
+    def since_told(self) -> dict[str, Stall]:
+        """Return what came since the last call, by cause; causes without any are left out. ``worst_seconds`` is of
+        all time. One caller."""
+        told, self._told = self._told, dict(self._stalls)
+        return {
+            cause.value: Stall(
+                times=now.times - told[cause].times,
+                seconds=now.seconds - told[cause].seconds,
+                worst_seconds=now.worst_seconds,
+                num_bytes=now.num_bytes - told[cause].num_bytes,
+            )
+            for cause, now in self._told.items()
+            if now.times > told[cause].times
+        }
 
     def _add(self, cause: StallCause, seconds: float, num_bytes: int) -> None:
         with self._lock:

@@ -253,6 +253,7 @@ class Agent:
 
     @property
     def weight(self) -> float:
+        self._checkpoints.foresee(self.version.next())
         """Work done in this phase, 0 to 1 of a whole one."""
         done = self._context.state.local_progress.inner_step - self._first_inner_step
         return max(0.0, min(1.0, done / self._context.config.inner_steps_per_phase))
@@ -320,6 +321,7 @@ class Agent:
 
     def before_outer_update(self) -> None:
         """Save what readers still need of the outer state, which may be overwritten from here on.
+        self._checkpoints.foresee(self.version.next())
 
         The outer optimizer's ``step`` says so by itself; needed by loops that write outer parameters in other ways.
         """

@@ -1,8 +1,8 @@
 """When this worker saves, and what it restores from disk.
 
 A version is saved once it is sealed: its replicated parts by the one worker that the coordinator names, private parts
-and the data position by each worker. The private parts are captured at the version's boundary, on the training thread,
-because that is the one cut from which a resumed worker continues bit for bit; everything else happens in the
+and the data position by each worker. The private parts are captured at the instant before the version's first inner
+step, because that is the one cut from which a resumed worker continues bit for bit; everything else happens in the
 background.
 """
 
@@ -61,6 +61,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._lock = threading.Lock()
         self._captures: dict[Version, _Capture] = {}
+        self._foreseen: tuple[Version, Future[Lease]] | None = None
         self._jobs: queue.SimpleQueue[tuple[str, Version] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recovery-checkpoints", daemon=True)
 
@@ -99,11 +100,29 @@ class Checkpoints:
         self._thread.join()
         saver.close()
 
+    def foresee(self, version: Version) -> None:
+        """Have memory made ready if ``version`` is to be saved; training thread, before the outer step to it."""
+        if self._saver is None or version.outer_step % self._context.config.checkpoint_every:
+            return
+        if self._foreseen is not None:
+            if self._foreseen[0] == version:
+                return
+            _give_back(self._foreseen[1])
+        self._foreseen = (version, self._context.snapshots.lease_at_boundary(f"{_HOLDER}/{version}", version))
+
+    def _captured_at(self, version: Version) -> Future[Lease]:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None:
+            if foreseen[0] == version and not foreseen[1].done():
+                return foreseen[1]
+            _give_back(foreseen[1])  # another version came of it, or there was no room for it then
+        return self._context.snapshots.lease_at_boundary(f"{_HOLDER}/{version}", version)
+
     def consider(self, version: Version, kept: KeptParts | None) -> None:
         """Have the private parts captured if ``version`` is to be saved; training thread, right after applying."""
         if self._saver is None or version.outer_step % self._context.config.checkpoint_every:
             return
-        capture = self._context.snapshots.lease_private(f"{_HOLDER}/{version}", version)
+        capture = self._captured_at(version)
         with self._lock:
             outdated = [old for old in self._captures if old < version]
             forgotten = [self._captures.pop(old) for old in outdated]

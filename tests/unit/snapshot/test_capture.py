@@ -181,6 +181,53 @@ def test_the_guard_ends_a_capture_that_no_further_step_would_end(donor: Donor) -
     assert donor.check(future) == Cut(FIRST, 1)
 
 
+@pytest.mark.parametrize("config", [SMALL, IN_BACKGROUND])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_instant_before_the_first_step_is_captured_whatever_is_ready(config: SnapshotConfig, ahead: bool) -> None:
+    donor = Donor(config)
+    with donor.snapshots:
+        version = FIRST.next()
+        # Memory that is being made ready must not be waited for: this thread is busy until the capture has begun.
+        busy = threading.Event()
+        donor.snapshots._copier.submit(lambda: busy.wait(20))
+        early = donor.snapshots.lease_at_boundary("checkpoint", version) if ahead else None
+        donor.step(says_boundary=True)
+        donor.outer_step()
+        future = early or donor.snapshots.lease_at_boundary("checkpoint", version)
+        joiner = donor.ask("joiner", version)
+        donor.snapshots.inner_boundary()
+        busy.set()
+        donor.step(says_boundary=True)
+        donor.step(says_boundary=True)
+        assert donor.check(future) == Cut(version, 0)
+        assert donor.check(joiner) == Cut(version, 0), "they share it"
+
+
+def test_memory_for_a_boundary_is_touched_before_it() -> None:
+    donor = Donor(IN_BACKGROUND)
+    with donor.snapshots:
+        future = donor.snapshots.lease_at_boundary("checkpoint", FIRST.next())
+        assert until(lambda: donor.snapshots.vault.used_bytes > 0)
+        for _ in range(2):
+            donor.step(says_boundary=True)
+        assert not future.done()
+        donor.outer_step()
+        donor.snapshots.inner_boundary()
+        assert donor.check(future) == Cut(FIRST.next(), 0)
+
+
+@pytest.mark.parametrize("says_boundary", [True, False])
+def test_an_instant_that_is_past_is_refused(donor: Donor, says_boundary: bool) -> None:
+    donor.step(says_boundary=True)
+    future = donor.snapshots.lease_at_boundary("checkpoint", FIRST)
+    joiner = donor.ask()
+    donor.step(says_boundary=says_boundary)
+    with pytest.raises(DonorBusy, match=r"L1.k0\+0 is past"):
+        future.result(20)
+    donor.step(says_boundary=says_boundary)
+    donor.check(joiner)
+
+
 def test_nothing_is_captured_between_the_guard_and_the_publication(donor: Donor) -> None:
     donor.snapshots.before_outer_update()
     future = donor.ask()
@@ -447,7 +494,7 @@ def test_a_capture_that_ends_after_the_last_request_was_cancelled_leaves_nothing
         donor.snapshots._digester.submit(lambda: hands_over.wait(20))
         future = donor.ask()
         donor.snapshots.inner_boundary()  # the capture runs to its end; only handing it over is held up
-        assert until(lambda: donor.snapshots._capture._capture is None)
+        assert until(lambda: donor.snapshots._captures._whole._capture is None)
         assert future.cancel()
         hands_over.set()
         assert until(lambda: donor.snapshots.vault.used_bytes == 0)
@@ -460,7 +507,7 @@ def test_a_running_capture_that_nobody_waits_for_ends_without_another_step() -> 
     with donor.snapshots:
         future = donor.ask()
         donor.step()  # begun at the step's end; its scalars would be read at the next boundary
-        assert donor.snapshots._capture._capture is not None
+        assert donor.snapshots._captures._whole._capture is not None
         assert future.cancel()
         assert until(lambda: donor.snapshots.vault.used_bytes == 0)
         donor.check(_served(donor))

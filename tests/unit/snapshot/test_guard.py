@@ -12,7 +12,7 @@ import torch
 from recovery.clock import ManualClock
 from recovery.errors import DonorBusy, DonorMemoryChanged, DonorRefused, MisuseError, RecoveryError
 from recovery.events import GuardCopied, LeaseEnded, LeaseTaken, Recorder
-from recovery.snapshot import Lease, SnapshotConfig, Snapshots, StallCause, frozen, guard, snapshots
+from recovery.snapshot import Lease, SnapshotConfig, Snapshots, StallCause, frozen, guard, making
 from recovery.state.chunks import PartBytes
 from recovery.state.live_part import LivePart, describe
 from recovery.state.manifest import Manifest, decode
@@ -224,7 +224,7 @@ def _blocked_describe(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event,
             assert go_on.wait(20)
         return describe(parts, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(snapshots, "describe", blocked)
+    monkeypatch.setattr(making, "describe", blocked)
     return reading, go_on
 
 
@@ -282,7 +282,7 @@ def test_a_failing_digest_pass_is_told_to_who_waits(donor: Donor, monkeypatch: p
     def broken(parts: Sequence[LivePart], **rest: object) -> Manifest:
         raise ZeroDivisionError("digest")
 
-    monkeypatch.setattr(snapshots, "describe", broken)
+    monkeypatch.setattr(making, "describe", broken)
     donor.outer_step()
     donor.publish(FIRST.next())
     with pytest.raises(DonorRefused, match="ZeroDivisionError"):
