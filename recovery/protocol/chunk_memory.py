@@ -42,6 +42,7 @@ class ChunkMemory:
         self._places: dict[ChunkKey, _Place] = {}
         self._bounces: dict[int, torch.Tensor] = {}
         self._free: list[torch.Tensor] = []
+        self._digests: dict[int, bytes] = {}
 
     def prepare(
         self, role: Role, manifest: Manifest, destinations: Mapping[PartName, Destination], *, delta: bool
@@ -87,19 +88,44 @@ class ChunkMemory:
         return buffer[: name.num_bytes]
 
     def close_flight(self, flight: int) -> None:
-        """The flight's receives have ended and nobody needs its buffer; no-op for a direct one."""
+        """The flight's receives have ended and nobody needs its buffer."""
         with self._lock:
+            self._digests.pop(flight, None)
             buffer = self._bounces.pop(flight, None)
             if buffer is not None and len(self._free) < _KEPT_BUFFERS:
                 self._free.append(buffer)
+
+    def hash(self, flight: int, key: ChunkKey) -> None:
+        """Hash what the flight brought, on the thread that saw the last of it arrive: a cache still has it.
+
+        All receives of the flight have ended. Until it is checked nobody else writes where they went.
+        """
+        place = self._places[key]
+        data = self._brought(flight, place)
+        if data is not None:
+            digest = chunk_digest(place.algorithm, data)
+            with self._lock:
+                self._digests[flight] = digest
+
+    def check_hashed(self, flight: int, key: ChunkKey) -> tuple[bool, bool] | None:
+        """Return what ``check`` would if it takes no hashing, copying or writing to disk any more, else None."""
+        place = self._places[key]
+        with self._lock:
+            if self._spool is not None or flight in self._bounces or flight not in self._digests:
+                return None
+            good = self._digests[flight] == place.name.digest
+        if good:
+            self._ledger.add(place.name)
+        return good, good
 
     def check(self, flight: int, key: ChunkKey, *, write: bool) -> tuple[bool, bool]:
         """Hash what the flight brought; return whether it is good, and whether the destination holds it now."""
         place = self._places[key]
         with self._lock:
             bounce = self._bounces.get(flight)
-        data = self._in_place(place) if bounce is None else bounce[: place.name.num_bytes]
-        if data is None or chunk_digest(place.algorithm, data) != place.name.digest:
+            digest = self._digests.get(flight)
+        data = self._brought(flight, place)
+        if data is None or (digest or chunk_digest(place.algorithm, data)) != place.name.digest:
             return False, False
         if bounce is not None and not write:
             return True, False
@@ -132,7 +158,11 @@ class ChunkMemory:
         self._ledger.add(name)
         return True
 
-    def _in_place(self, place: _Place) -> torch.Tensor | None:
+    def _brought(self, flight: int, place: _Place) -> torch.Tensor | None:
+        with self._lock:
+            bounce = self._bounces.get(flight)
+        if bounce is not None:
+            return bounce[: place.name.num_bytes]
         return place.destination.view(place.name.offset, place.name.num_bytes)
 
     def _record(self, place: _Place, data: torch.Tensor) -> None:

@@ -76,6 +76,8 @@ class ChunkTable:
         self.reused_bytes = 0
         self.needed_bytes = 0
         self.prepared = False
+        self.in_place = False
+        """Whether every chunk can be received where it stays."""
         self._num_done = 0
         self._num_probing = 0
         self._needed: dict[ChunkKey, None] = {}
@@ -95,6 +97,7 @@ class ChunkTable:
     def prepare(self, viewable: frozenset[ChunkKey], candidates: frozenset[ChunkKey]) -> list[ChunkKey]:
         """The destinations exist; return the chunks to probe. The others are needed from now on."""
         self.prepared = True
+        self.in_place = len(viewable) == len(self.entries)
         probes = []
         for key, entry in self.entries.items():
             entry.viewable = key in viewable

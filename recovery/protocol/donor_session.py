@@ -67,6 +67,8 @@ _WAIT_SECONDS = 600.0
 of a thread whose wait gloo does not end (see ``Link.shut``)."""
 _LET_GO_SECONDS = 0.5
 """How long lanes' threads are waited for once their link is shut: then nothing of the leases is read any more."""
+_TOLD_TOGETHER = 8
+"""Finished sends that are reported together: progress within them is seen on the link."""
 _SENDS_PER_LANE = 4
 """Sends posted at once on a lane: while one is on the wire the next are ready."""
 
@@ -336,13 +338,18 @@ class DonorSession:
         """Send the lane's pulls in order, a few at once; each send is waited for exactly once, also at the end."""
         waiting = self._lanes[lane]
         posted: deque[tuple[Send, Transfer]] = deque()
+        untold: list[Sent] = []
         try:
             while True:
                 if posted and (waiting.empty() or len(posted) >= _SENDS_PER_LANE):
                     send, transfer = posted.popleft()
                     transfer.wait(_WAIT_SECONDS)
                     self._live.end(send.role, send.pull_id)
-                    self._queue.put(Sent(send.pull_id))
+                    untold.append(Sent(send.pull_id))
+                    if not posted or len(untold) >= _TOLD_TOGETHER:
+                        for sent in untold:
+                            self._queue.put(sent)
+                        untold.clear()
                     continue
                 send_or_end = waiting.get()
                 if send_or_end is None:

@@ -8,6 +8,7 @@ carries the actions out.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.recovery.v1 import peer_pb2
@@ -71,7 +72,7 @@ from recovery.transport.sockets import permits
 from recovery.types import PartClass
 
 _DAMAGED_CHUNKS_ALLOWED = 1
-_ACKNOWLEDGED_TOGETHER = 4
+_ACKNOWLEDGED_TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,12 +214,16 @@ class JoinerMachine:
 
     def handle(self, event: JoinerEvent, now: float) -> list[JoinerAction]:
         """Take one event and return what to do, in order."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, happened: Iterable[JoinerEvent], now: float) -> list[JoinerAction]:
+        """Take events in their order and return what to do, in order; what to ask for is decided after the last."""
         if self._over:
             return []
-        actions = self._handle(event, now)
-        if not self._over:
-            actions += self._move_on(now)
-        return actions
+        actions: list[JoinerAction] = []
+        for event in happened:
+            actions += self._handle(event, now)
+        return actions + self._move_on(now)
 
     def _handle(self, event: JoinerEvent, now: float) -> list[JoinerAction]:
         match event:
@@ -628,7 +633,7 @@ class JoinerMachine:
     def _ask(self, table: ChunkTable, names: list[str], now: float) -> list[JoinerAction]:
         if not table.prepared:
             return []
-        views = [self._view(self._donors[name], now) for name in names]
+        views = [self._view(self._donors[name], table, now) for name in names]
         if table.any_needed:
             orders = plan(table.needs(None), table.needed_bytes, views, self._config.planner)
         else:
@@ -689,12 +694,14 @@ class JoinerMachine:
             posts.append(Post(order.donor, flight.number, order.key, flight.direct, flight.pulls))
         return posts + [Say(name, JoinerLetter(pull=batch)) for name, batch in batches.items()]
 
-    def _view(self, donor: _Donor, now: float) -> DonorView:
+    def _view(self, donor: _Donor, table: ChunkTable, now: float) -> DonorView:
         return DonorView(
             name=donor.peer.name,
             rate=donor.meter.rate(now),
             round_trip_seconds=donor.round_trip_seconds,
             lane_bytes=tuple(donor.lane_bytes),
+            lent_bytes=table.total_bytes,
+            in_place=table.in_place and not self._sealing_key,
         )
 
     def _table_of_flight(self, number: int) -> ChunkTable:

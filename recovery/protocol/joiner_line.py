@@ -25,6 +25,25 @@ _WAIT_SECONDS = 600.0
 thread whose wait gloo does not end (see ``Link.shut``)."""
 _LET_GO_SECONDS = 0.5
 """How long lanes' threads are waited for once their link is shut: then no receive can be written any more."""
+_TOLD_TOGETHER = 8
+_TOLD_SECONDS = 0.002
+"""What arrives faster than this is reported several at a time: waking the session costs more than a receive."""
+
+
+class _Receiving:
+    """The receives of one flight: whoever waits for the last of them hashes the chunk, while a cache has it."""
+
+    def __init__(self, num_pulls: int, when_whole: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._left = num_pulls
+        self._when_whole = when_whole
+
+    def landed(self) -> None:
+        with self._lock:
+            self._left -= 1
+            whole = self._left == 0
+        if whole:
+            self._when_whole()
 
 
 class DonorLine:
@@ -62,7 +81,9 @@ class DonorLine:
         self._cancelled = threading.Event()
         self._conversation: JoinerConversation | None = None
         self._link: Link | None = None
-        self._lanes: list[queue.SimpleQueue[tuple[int, Transfer] | None]] = []
+        self._lanes: list[queue.SimpleQueue[tuple[int, Transfer, _Receiving] | None]] = []
+        self._untold: list[JoinerEvent] = []
+        self._told_at = 0.0
         self._threads: list[threading.Thread] = []
         self._lane_threads: set[threading.Thread] = set()
         self._closer: threading.Thread | None = None
@@ -82,20 +103,32 @@ class DonorLine:
         """Begin to open the link, sealed if the donor has sent its public key."""
         self._spawn("link", lambda: self._link_up(scope, lanes, sealing_key))
 
-    def post(self, memory: torch.Tensor, pulls: tuple[PostedPull, ...]) -> bool:
-        """Post receives into a chunk's memory. False: the link is broken, which is reported as an event."""
+    def post(self, memory: torch.Tensor, pulls: tuple[PostedPull, ...], when_whole: Callable[[], None]) -> bool:
+        """Post receives into a chunk's memory. False: the link is broken, which is reported as an event.
+
+        ``when_whole`` is called on a lane's thread when all of them have ended well, before the last is reported.
+        """
         link = self._link
+        receiving = _Receiving(len(pulls), when_whole)
         try:
             if link is None:
                 raise DonorLost(f"{self._peer.name}: the link is not open")
             for pull in pulls:
                 into = memory[pull.offset : pull.offset + pull.num_bytes]
                 transfer = link.receive(pull.lane, pull.tag, into)
-                self._lanes[pull.lane].put((pull.pull_id, transfer))
+                self._lanes[pull.lane].put((pull.pull_id, transfer, receiving))
         except RecoveryError as error:
             self._report(Ended(self._peer.name, error))
             return False
         return True
+
+    def tell(self) -> None:
+        """Report what has arrived and was held back for company."""
+        with self._lock:
+            untold, self._untold = self._untold, []
+            self._told_at = time.monotonic()
+        for event in untold:
+            self._report(event)
 
     def bytes_moved(self) -> int | None:
         """Return the link's progress count; None without a link."""
@@ -139,6 +172,7 @@ class DonorLine:
                 thread.join(max(0.0, deadline - time.monotonic()) if thread in self._lane_threads else None)
         if link is not None:
             link.close()
+        self.tell()
         self._report(Quiet(self._peer.name))
 
     def _spawn(self, what: str, target: Callable[[], None], *, of_lane: bool = False) -> None:
@@ -192,16 +226,23 @@ class DonorLine:
     def _wait_on(self, lane: int) -> None:
         """Wait for the lane's receives in their order, each exactly once; ends when the line is dropped."""
         name = self._peer.name
-        while (posted := self._lanes[lane].get()) is not None:
-            pull_id, transfer = posted
+        waiting = self._lanes[lane]
+        while (posted := waiting.get()) is not None:
+            pull_id, transfer, receiving = posted
             try:
-                transfer.wait(_WAIT_SECONDS)
-            except ChunkDamaged as error:
-                # The link is whole. What the memory holds now is judged by its digest, as any damaged piece is.
-                logger.warning("%s", error)
-                self._report(Arrived(name, pull_id))
+                try:
+                    transfer.wait(_WAIT_SECONDS)
+                except ChunkDamaged as error:
+                    # The link is whole. What the memory holds now is judged by its digest, as any damaged piece is.
+                    logger.warning("%s", error)
+                receiving.landed()
             except RecoveryError as error:
                 # The others of this lane are waited for too: until each wait has ended its memory is not ours.
+                self.tell()
                 self._report(Ended(name, error))
-            else:
-                self._report(Arrived(name, pull_id))
+                continue
+            with self._lock:
+                self._untold.append(Arrived(name, pull_id))
+                alone = len(self._untold) >= _TOLD_TOGETHER or time.monotonic() - self._told_at > _TOLD_SECONDS
+            if alone or waiting.empty():
+                self.tell()

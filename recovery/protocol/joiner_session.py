@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -54,6 +55,8 @@ from recovery.types import Cut
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_MOST_AT_ONCE = 64
+"""Events that are handled together if so many wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,7 @@ class JoinerSession:
         self._queue: queue.SimpleQueue[JoinerEvent | BaseException] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._lines: dict[str, DonorLine] = {}
+        self._checked: list[JoinerEvent] = []
         self._used = threading.Lock()
         self._failure: BaseException | None = None
         self._finished = False
@@ -228,18 +232,30 @@ class JoinerSession:
             now = self._clock.monotonic()
             if now - ticked >= _TICK_SECONDS:
                 # What happened before is handled before time is judged: a long ``on_manifest`` is nobody's silence.
-                for _ in range(self._queue.qsize()):
-                    if not self._finished:
-                        self._take(self._queue.get())
+                for line in self._lines.values():
+                    line.tell()
+                waiting = self._queue.qsize()
+                while waiting > 0 and not self._finished:
+                    waiting -= self._take(self._queue.get())
                 ticked = now
                 moved = {name: count for name, line in self._lines.items() if (count := line.bytes_moved()) is not None}
                 if not self._finished:
                     self._carry_out(self._machine.handle(Tick(moved), self._clock.monotonic()))
 
-    def _take(self, event: JoinerEvent | BaseException) -> None:
-        if isinstance(event, BaseException):
-            raise event
-        self._carry_out(self._machine.handle(event, self._clock.monotonic()))
+    def _take(self, first: JoinerEvent | BaseException) -> int:
+        """Handle an event and those that wait behind it; return how many."""
+        events: list[JoinerEvent] = []
+        more: JoinerEvent | BaseException | None = first
+        while more is not None:
+            if isinstance(more, BaseException):
+                raise more
+            events.append(more)
+            more = self._queue.get() if len(events) < _MOST_AT_ONCE and not self._queue.empty() else None
+        self._carry_out(self._machine.handle_all(events, self._clock.monotonic()))
+        while self._checked and not self._finished:
+            checked, self._checked = self._checked, []
+            self._carry_out(self._machine.handle_all(checked, self._clock.monotonic()))
+        return len(events)
 
     def _carry_out(self, actions: list[JoinerAction]) -> None:
         broken: set[str] = set()
@@ -268,9 +284,16 @@ class JoinerSession:
                     self._queue.put(Prepared(role, viewable, candidates))
                 case Post(donor, flight, key, direct, pulls):
                     memory = self._memory.open_flight(flight, key, direct=direct)
-                    if donor not in broken and not self._lines[donor].post(memory, pulls):
+                    whole = functools.partial(self._memory.hash, flight, key)
+                    if donor not in broken and not self._lines[donor].post(memory, pulls, whole):
                         broken.add(donor)  # nothing may be asked for that no receive is posted for
-                case Check() | Write() | Probe():
+                case Check(flight, key):
+                    found = self._memory.check_hashed(flight, key)
+                    if found is not None:
+                        self._checked.append(Checked(flight, *found))
+                    else:
+                        self._work.put(action)
+                case Write() | Probe():
                     self._work.put(action)
                 case Forget(flight):
                     self._memory.close_flight(flight)

@@ -16,6 +16,8 @@ _UNKNOWN_RATE_PIECE_BYTES = 512 * KIB
 _NEAR_SECONDS = 0.005
 _BBR_LANES = 16
 """At 80 ms and 1 % loss 16 sockets carry 0.83 of the link, 8 carry 0.78; more only add handshakes that can be lost."""
+_WIDE_WINDOWS = 2
+"""A near donor's window of so many least ones is filled half at a time."""
 _MAX_PASSED_OVER = 64
 """Needs that one plan may pass over because their donors are busy: bounds a plan's cost for any size of state."""
 
@@ -43,6 +45,12 @@ class PlannerConfig:
         window_seconds: But no more than a donor brings in this time, so that a slow one holds up little at the end.
             Long enough that a donor whose rate recovers is given work on all its lanes, by which that is seen.
         window_round_trips: Bytes in flight are this many times rate x round trip, if that is more.
+        near_window_seconds: The same for a donor that is near (threads decide there, not the path) if what it sends is
+            received where it stays. gloo locks a connection while a message moves: a receive that is posted meanwhile
+            waits at the joiner and has the donor's thread spin. So many are posted ahead.
+        near_window_share: But at most this share of what the donor lends.
+        max_near_window_bytes: And at most this: it takes no memory, and as it arrives in order little has moved in vain
+            when the donor is lost.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
         overtake_seconds: At the end a chunk is asked a second time only if it is expected later than this.
     """
@@ -54,6 +62,9 @@ class PlannerConfig:
     far_window_bytes: int = 12 * MIB
     window_seconds: float = 4.0
     window_round_trips: float = 2.0
+    near_window_seconds: float = 0.1
+    near_window_share: float = 0.25
+    max_near_window_bytes: int = 256 * MIB
     max_window_bytes: int = 64 * MIB
     overtake_seconds: float = 0.5
 
@@ -80,12 +91,20 @@ class DonorView:
         rate: Bytes per second; 0: unknown.
         round_trip_seconds: From asking to the first byte.
         lane_bytes: Bytes asked for and not arrived, for each lane.
+        lent_bytes: Bytes of all that it lends.
+        in_place: Every chunk is received where it stays: more in flight costs no memory.
     """
 
     name: str
     rate: float
     round_trip_seconds: float
     lane_bytes: tuple[int, ...]
+    lent_bytes: int = 0
+    in_place: bool = False
+
+    @property
+    def near(self) -> bool:
+        return self.round_trip_seconds < _NEAR_SECONDS
 
     @property
     def in_flight_bytes(self) -> int:
@@ -153,14 +172,18 @@ def window_bytes(donor: DonorView, config: PlannerConfig) -> int:
     holds nothing: one chunk.
     """
     in_the_pipe = config.window_round_trips * donor.rate * donor.round_trip_seconds
-    far = donor.round_trip_seconds >= _NEAR_SECONDS and donor.rate > 0
+    far = not donor.near and donor.rate > 0
     least: float = max(config.far_window_bytes, config.min_window_bytes) if far else config.min_window_bytes
     if donor.rate > 0:
         least = min(least, donor.rate * config.window_seconds)
     wanted = max(in_the_pipe, least)
     # Two pieces for each lane: while one travels the next is asked for.
     for_lanes = 2 * len(donor.lane_bytes) * piece_bytes(donor.rate, len(donor.lane_bytes), config)
-    return int(min(max(wanted, for_lanes), config.max_window_bytes))
+    usual = int(min(max(wanted, for_lanes), config.max_window_bytes))
+    if not donor.near or not donor.in_place:
+        return usual
+    ahead = min(donor.rate * config.near_window_seconds, donor.lent_bytes * config.near_window_share)
+    return max(usual, int(min(ahead, config.max_near_window_bytes)))
 
 
 def plan(
@@ -184,6 +207,13 @@ def plan(
     rates = {donor.name: donor.rate if donor.rate > 0 else assumed for donor in donors}
     lanes = {donor.name: list(donor.lane_bytes) for donor in donors}
     windows = {donor.name: window_bytes(donor, config) for donor in donors}
+    for donor in donors:
+        # A wide window near by is filled half at a time: receives are posted together, and letters are few.
+        wide = donor.near and windows[donor.name] >= _WIDE_WINDOWS * config.min_window_bytes
+        if wide and 2 * donor.in_flight_bytes > windows[donor.name]:
+            windows[donor.name] = 0
+    if all(donor.in_flight_bytes and donor.in_flight_bytes >= windows[donor.name] for donor in donors):
+        return []
     sizes = {donor.name: piece_bytes(donor.rate, len(donor.lane_bytes), config) for donor in donors}
     delays = {donor.name: donor.round_trip_seconds for donor in donors}
     fastest = max(donors, key=lambda donor: rates[donor.name]).name

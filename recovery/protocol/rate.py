@@ -9,6 +9,8 @@ from recovery.clock import Clock, SystemClock
 from recovery.errors import BadConfiguration, MisuseError
 
 _SAMPLE_SECONDS = 0.1
+_SAMPLE_BYTES = 16 << 20
+"""Enough for a sample sooner than that, so that a fast link's window opens before much of a state has moved."""
 _FIRST_SAMPLE_BYTES = 1 << 20
 _STALE_SECONDS = 1.0
 
@@ -38,7 +40,8 @@ class RateMeter:
     def add(self, now: float, num_bytes: int) -> None:
         """``num_bytes`` arrived."""
         self._bytes += num_bytes
-        self._take_sample(now, 0.0 if self._rate == 0 and self._bytes >= _FIRST_SAMPLE_BYTES else _SAMPLE_SECONDS)
+        enough = self._bytes >= (_FIRST_SAMPLE_BYTES if self._rate == 0 else _SAMPLE_BYTES)
+        self._take_sample(now, 0.0 if enough else _SAMPLE_SECONDS)
 
     def rate(self, now: float) -> float:
         """Return bytes per second; 0: unknown. A stream that stands still is seen to slow down."""
