@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 # Options of the demo; the loss curves land in the named folder.
 DEMO ?= --out demo-out
+# Options of the storm, as `python -m benchmarks.storm --help` lists them.
+STORM ?= --out storm-out
 # Test files at once: most of the long ones wait for processes of their own.
 JOBS ?= 3
 
@@ -38,8 +40,9 @@ test: $(READY) lint  ## everything that guards main; under 15 minutes
 chaos: $(READY)
 	$(PY) -m pytest -m chaos --timeout 600 $(PYTEST)
 
-storm: $(READY)
+storm: $(READY)  ## ten minutes of seeded faults over a real run; the report is storm-out/storm.md
 	$(PY) -m pytest -m storm --timeout 3600 $(PYTEST)
+	$(PY) -m benchmarks.storm $(STORM)
 
 bench: $(READY)
 	$(PY) -m benchmarks $(BENCH)
@@ -53,4 +56,4 @@ protos-check: $(READY)
 	@for f in build/protos/protos/recovery/v1/*; do cmp -s "$$f" "protos/recovery/v1/$$(basename $$f)" || { echo "$$(basename $$f) is not what protoc makes of the .proto files: run 'make protos'"; exit 1; }; done
 
 clean:
-	rm -rf $(VENV) build demo-out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build demo-out storm-out .mypy_cache .ruff_cache .pytest_cache

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.machine import facts
 from benchmarks.storm import figures, report
 from benchmarks.storm.churn import churn
@@ -23,9 +25,12 @@ from benchmarks.storm.fleet import Fleet
 from benchmarks.storm.network import stage
 from benchmarks.storm.plan import draw
 from benchmarks.storm.timeline import Timeline
+from benchmarks.storm.training import undisturbed
 
 WORKERS = ("w0", "w1", "w2", "w3")
 CHURN_ROUNDS = 10
+CHURN_SEEDS = 5
+"""Undisturbed seeds that its final loss is compared with; the storm's is compared with the first three."""
 _CHURN_PHASE_SECONDS = 0.5
 _STARTED = time.monotonic()
 
@@ -61,29 +66,6 @@ def quiet(folder: Path, options: argparse.Namespace) -> Timeline:
         return fleet.timeline
 
 
-def undisturbed(folder: Path, seed: int, outer_steps: int) -> list[float]:
-    """Return the held-out losses of a run without faults or pauses: with a fixed roster they do not depend on time."""
-    with (
-        stage(WORKERS, loopback=True) as network,
-        Fleet(
-            folder,
-            network,
-            WORKERS,
-            seed=seed,
-            phase_seconds=0.0,
-            outer_steps=outer_steps,
-            # Without pauses the first one would be through before the others have joined.
-            min_participants=len(WORKERS),
-        ) as fleet,
-    ):
-        for name in WORKERS:
-            fleet.expect_end(name)
-        fleet.until(lambda: all(not fleet.running[name].alive for name in WORKERS), f"seed {seed} ends", 600.0)
-        if fleet.timeline.unexplained:
-            raise RuntimeError(f"seed {seed}: {fleet.timeline.unexplained}; the logs are in {folder}")
-        return [loss for _, _, loss in fleet.timeline.steps()]
-
-
 def churned(folder: Path, options: argparse.Namespace, outer_steps: int) -> Timeline:
     """Run with joins and leaves."""
     with (
@@ -109,33 +91,37 @@ def logs(keep: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; return the record."""
-    record: dict[str, Any] = {"benchmark": "storm", "machine": facts(), "seed": options.seed, "others": options.note}
-    with logs(options.logs) as folder:
-        say(f"{options.minutes:g} minutes of storm, seed {options.seed}; a run without faults beside it")
-        with ThreadPoolExecutor(1) as beside:
-            calm = beside.submit(quiet, folder / "quiet", options)
-            stormed, network = storm(folder / "storm", options)
-            calmed = calm.result()
-        num_steps = len(calmed.steps_within())
-        say(f"storm: {len(stormed.steps_within())} steps; without faults: {num_steps}")
-        record.update(network=network, storm=report.of_run(stormed), quiet=report.of_run(calmed))
-        curves: dict[str, list[float]] = {}
-        for seed in range(options.seed, options.seed + (5 if options.churn else 3)):
-            curves[str(seed)] = [round(v, 5) for v in undisturbed(folder / f"seed-{seed}", seed, num_steps)]
-            say(f"seed {seed} without faults: final loss {sum(curves[str(seed)][-5:]) / 5:.4f}")
-        record["seeds"] = curves
-        finals = [sum(curve[-5:]) / len(curve[-5:]) for curve in curves.values()]
-        record["storm_bounds"] = report.plain_bounds(
-            figures.storm_bounds(stormed, options.faults_per_hour, num_steps, finals[:3])
-        )
-        if options.churn:
-            say(f"{CHURN_ROUNDS} joins and leaves in {num_steps} steps")
-            churning = churned(folder / "churn", options, num_steps)
-            record["churn"] = report.of_run(churning)
-            record["churn_bounds"] = report.plain_bounds(figures.churn_bounds(churning, finals))
-    return record
+def measure_storm(record: dict[str, Any], folder: Path, options: argparse.Namespace) -> None:
+    """Add the storm, and the run without faults that goes on beside it."""
+    say(f"{options.minutes:g} minutes of storm, seed {options.seed}; a run without faults beside it")
+    with ThreadPoolExecutor(1) as beside:
+        calm = beside.submit(quiet, folder / "quiet", options)
+        stormed, network = storm(folder / "storm", options)
+        calmed = calm.result()
+    record.update(machine=facts(), seed=options.seed, faults_per_hour=options.faults_per_hour, network=network)
+    record.update(storm=report.of_run(stormed), quiet=report.of_run(calmed))
+    say(f"storm: {len(record['storm']['steps'])} steps; without faults: {len(record['quiet']['steps'])}")
+
+
+def measure_seeds(record: dict[str, Any], _: Path, options: argparse.Namespace) -> None:
+    """Add the losses of undisturbed training, with as many steps as the run beside the storm took."""
+    outer_steps, curves = len(record["quiet"]["steps"]), record.setdefault("seeds", {})
+    for seed in range(options.seed, options.seed + CHURN_SEEDS):
+        if str(seed) in curves:
+            continue
+        curves[str(seed)] = [round(loss, 5) for loss in undisturbed(seed=seed, outer_steps=outer_steps)]
+        say(f"seed {seed} without faults: final loss {figures.closing_loss(curves[str(seed)]):.4f}")
+        write(record, options.out)
+
+
+def measure_churn(record: dict[str, Any], folder: Path, options: argparse.Namespace) -> None:
+    """Add the run of joins and leaves, of as many steps."""
+    outer_steps = len(record["quiet"]["steps"])
+    say(f"{CHURN_ROUNDS} joins and leaves in {outer_steps} steps")
+    record["churn"] = report.of_run(churned(folder / "churn", options, outer_steps))
+
+
+PARTS = {"storm": measure_storm, "seeds": measure_seeds, "churn": measure_churn}
 
 
 def write(record: dict[str, Any], out: Path) -> None:
@@ -146,8 +132,9 @@ def write(record: dict[str, Any], out: Path) -> None:
     try:
         from benchmarks.storm.picture import draw_churn, draw_storm
 
-        draw_storm(record, out / "storm.png")
-        if "churn" in record:
+        if "storm" in record and "seeds" in record:
+            draw_storm(record, out / "storm.png")
+        if "churn" in record and "seeds" in record:
             draw_churn(record, out / "churn.png")
     except ModuleNotFoundError as error:
         say(f"no pictures: {error}")
@@ -163,20 +150,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("storm-out"), help="folder of the report")
     parser.add_argument("--logs", default="", help="folder that keeps the processes' logs; empty: they are deleted")
     parser.add_argument("--loopback", action="store_true", help="no network namespaces, though they are permitted")
-    parser.add_argument("--no-churn", dest="churn", action="store_false", help="without the run of joins and leaves")
+    parser.add_argument(
+        "--parts", nargs="*", choices=sorted(PARTS), default=list(PARTS), help="none: write the report of a record anew"
+    )
     parser.add_argument("--note", default="", help="said in the report: what else ran on the machine")
-    parser.add_argument("--render", type=Path, help="write a report of this storm.json, and run nothing")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    record = json.loads(options.render.read_text()) if options.render else measure(options)
-    write(record, options.out)
-    bounds = [*record["storm_bounds"], *record.get("churn_bounds", ())]
+    kept = options.out / "storm.json"
+    record: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"benchmark": "storm", "others": ""}
+    if "storm" in options.parts:
+        record.pop("seeds", None)  # of another number of steps
+        record.pop("churn", None)
+    if options.note:
+        record["others"] = options.note
+    with logs(options.logs) as folder:
+        for part in (part for part in PARTS if part in options.parts):
+            PARTS[part](record, folder, options)
+            write(record, options.out)
+    bounds = [] if "seeds" not in record else figures.storm_bounds(record)
+    bounds += figures.churn_bounds(record) if "churn" in record and "seeds" in record else []
     for bound in bounds:
-        print(f"{'yes' if bound['holds'] else 'NO ':3}  {bound['what']}: {bound['found']} (asked: {bound['asked']})")
+        print(f"{'yes' if bound.holds else 'NO ':3}  {bound.what}: {bound.found} (asked: {bound.asked})")
     print(options.out / "storm.md")
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("storm-")]
     assert not left, left
-    return 0 if all(bound["holds"] for bound in bounds) else 1
+    return 0 if all(bound.holds for bound in bounds) else 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ LEAST_WATCHED_SECONDS = 60.0
 GROWTH_BYTES_PER_HOUR = 128 * 2**20
 GROWTH_FLOOR_BYTES = 8 * 2**20
 """Less than this is the allocator's play, whatever the time."""
+STORM_SEEDS = 3
+"""Seeds without faults whose final losses a storm's is compared with."""
 STEADY_COUNT = 12
 """Threads and descriptors that a process may have more at its end than at its settled beginning: transfers at work."""
 
@@ -85,10 +87,9 @@ def by_kind(timeline: Timeline) -> dict[str, dict[str, Any]]:
     return {**found, "all": times(timeline.faults)}
 
 
-def final_loss(timeline: Timeline) -> float:
-    """Return the mean held-out loss of the last five steps: one step's is noisier than what is compared."""
-    losses = [loss for _, _, loss in timeline.steps_within()[-5:]]
-    return statistics.fmean(losses) if losses else float("nan")
+def closing_loss(curve: Sequence[float]) -> float:
+    """Return the mean of the last five steps' losses: one step's is noisier than what is compared."""
+    return statistics.fmean(curve[-5:]) if curve else float("nan")
 
 
 def growth(prints: Sequence[Footprint]) -> dict[str, float | int] | None:
@@ -137,47 +138,30 @@ def cpu_share(timeline: Timeline) -> float:
     return round(statistics.median(shares), 3) if shares else 0.0
 
 
-def storm_bounds(
-    storm: Timeline, faults_per_hour: float, quiet_steps: float, quiet_losses: Sequence[float]
-) -> list[Bound]:
-    """Return the asked figures of a storm.
-
-    Args:
-        storm: What was seen.
-        faults_per_hour: Mean of the process that they were drawn from.
-        quiet_steps: Steps that a run without faults commits in the same time.
-        quiet_losses: Final losses of runs without faults, one a seed.
-    """
-    steps, loss = len(storm.steps_within()), final_loss(storm)
-    seconds = storm.ended_at - storm.began_at
-    felt = sum(fault.felt for fault in storm.faults)
-    back = sum(fault.back_at is not None for fault in storm.faults)
-    share = participation(storm)
-    low, high = min(quiet_losses) * 0.99, max(quiet_losses) * 1.01
-    grown = {label: found for label, found in footprints(storm).items() if grows(found)}
-    ratio = steps / quiet_steps
+def storm_bounds(record: dict[str, Any]) -> list[Bound]:
+    """Return the asked figures of a record's storm."""
+    storm, quiet, rate = record["storm"], record["quiet"], record["faults_per_hour"]
+    faults, number = storm["faults"], len(storm["faults"])
+    felt = sum(fault["felt"] for fault in faults)
+    back = sum(fault["back_at"] is not None for fault in faults)
+    steps, quiet_steps = len(storm["steps"]), len(quiet["steps"])
+    ratio, share = steps / quiet_steps, storm["participation"]
+    finals = [closing_loss(curve) for curve in list(record["seeds"].values())[:STORM_SEEDS]]
+    low, high = min(finals) * 0.99, max(finals) * 1.01
+    loss = closing_loss([step["held_out"] for step in storm["steps"]])
+    grown = {label: found for label, found in storm["footprints"].items() if grows(found)}
     return [
         Bound(
             what="faults an hour (mean of the Poisson process)",
-            found=f"{faults_per_hour:g}; {len(storm.faults)} in {seconds:.0f} s",
+            found=f"{rate:g}; {number} in {storm['seconds']:.0f} s",
             asked="at least 120",
-            holds=faults_per_hour >= 120,
+            holds=rate >= 120,
         ),
-        Bound(
-            what="faults that reached their victim",
-            found=f"{felt} of {len(storm.faults)}",
-            asked="all",
-            holds=felt == len(storm.faults),
-        ),
-        Bound(
-            what="faults recovered",
-            found=f"{back} of {len(storm.faults)}",
-            asked="all",
-            holds=back == len(storm.faults),
-        ),
+        Bound(what="faults that reached their victim", found=f"{felt} of {number}", asked="all", holds=felt == number),
+        Bound(what="faults recovered", found=f"{back} of {number}", asked="all", holds=back == number),
         Bound(
             what="committed steps of the run without faults",
-            found=f"{ratio:.3f} ({steps} of {quiet_steps:g})",
+            found=f"{ratio:.3f} ({steps} of {quiet_steps})",
             asked="at least 0.95",
             holds=ratio >= 0.95,
         ),
@@ -185,44 +169,45 @@ def storm_bounds(
         Bound(
             what="final loss",
             found=f"{loss:.4f}",
-            asked=f"{low:.4f} to {high:.4f}: {len(quiet_losses)} seeds without faults, widened by 1 %",
+            asked=f"{low:.4f} to {high:.4f}: {len(finals)} seeds without faults, widened by 1 %",
             holds=low <= loss <= high,
         ),
         Bound(
             what="processes whose memory, threads or descriptors grow",
-            found=", ".join(grown) or "none",
+            found=", ".join(grown) or f"none of {len(storm['footprints'])}",
             asked="none",
             holds=not grown,
         ),
-        Bound(
-            what="ends that nobody struck, pauses, new lineages",
-            found="; ".join(storm.unexplained) or "none",
-            asked="none",
-            holds=not storm.unexplained,
-        ),
+        _nothing_unexplained(storm),
     ]
 
 
-def churn_bounds(churn: Timeline, quiet_losses: Sequence[float]) -> list[Bound]:
-    """Return the asked figures of a run with joins and leaves."""
-    loss = final_loss(churn)
-    mean, deviation = statistics.fmean(quiet_losses), statistics.stdev(quiet_losses)
+def churn_bounds(record: dict[str, Any]) -> list[Bound]:
+    """Return the asked figures of a record's run with joins and leaves."""
+    churn = record["churn"]
+    loss = closing_loss([step["held_out"] for step in churn["steps"]])
+    finals = [closing_loss(curve) for curve in record["seeds"].values()]
+    mean, deviation = statistics.fmean(finals), statistics.stdev(finals)
     low, high = mean - 2 * deviation, mean + 2 * deviation
-    joined = sum(what == "joined" for _, _, what in churn.joins)
-    left = sum(what == "left" for _, _, what in churn.joins)
+    joined = sum(join["what"] == "joined" for join in churn["joins"])
+    left = sum(join["what"] == "left" for join in churn["joins"])
     return [
         Bound(what="joins", found=str(joined), asked="10", holds=joined >= 10),
         Bound(what="leaves", found=str(left), asked="10", holds=left >= 10),
         Bound(
             what="final loss",
             found=f"{loss:.4f}",
-            asked=f"{low:.4f} to {high:.4f}: mean and 2 standard deviations of {len(quiet_losses)} undisturbed seeds",
+            asked=f"{low:.4f} to {high:.4f}: mean and 2 standard deviations of {len(finals)} undisturbed seeds",
             holds=low <= loss <= high,
         ),
-        Bound(
-            what="ends that nobody caused, pauses, new lineages",
-            found="; ".join(churn.unexplained) or "none",
-            asked="none",
-            holds=not churn.unexplained,
-        ),
+        _nothing_unexplained(churn),
     ]
+
+
+def _nothing_unexplained(run: dict[str, Any]) -> Bound:
+    return Bound(
+        what="ends that nobody caused, pauses, new lineages",
+        found="; ".join(run["unexplained"]) or "none",
+        asked="none",
+        holds=not run["unexplained"],
+    )

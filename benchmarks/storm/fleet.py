@@ -17,7 +17,7 @@ import psutil
 from benchmarks.storm.network import HUB, Network
 from benchmarks.storm.programs import Program
 from benchmarks.storm.timeline import Commit, Counted, Footprint, Roster, Timeline
-from benchmarks.storm.training import SHARDS
+from benchmarks.storm.training import INNER_STEPS, SHARDS
 from recovery.control.operator_client import OperatorClient
 from recovery.control.security import SecurityConfig
 from recovery.errors import RecoveryError
@@ -48,9 +48,6 @@ class Fleet:
         *,
         seed: int,
         phase_seconds: float,
-        inner_steps: int = 10,
-        outer_steps: int = 1_000_000,
-        min_participants: int = 1,
         agent: dict[str, Any] | None = None,
     ) -> None:
         """Keep what a run consists of; nothing is started.
@@ -61,9 +58,6 @@ class Fleet:
             workers: Names at the start; more may be started later.
             seed: Of the weights and the data.
             phase_seconds: Least time of an inner phase; zero: as fast as it goes.
-            inner_steps: H.
-            outer_steps: When the workers end by themselves.
-            min_participants: A boundary waits for so many.
             agent: Other fields of the workers' ``AgentConfig``.
         """
         self.folder = folder
@@ -71,9 +65,8 @@ class Fleet:
         self.names = list(workers)
         self.running: dict[str, Program] = {}
         self.network = network
-        self._plan = {"seed": seed, "phase_seconds": phase_seconds, "outer_steps": outer_steps, "insecure": True}
-        self._agent = {"inner_steps_per_phase": inner_steps, **(agent or {})}
-        self._min_participants = min_participants
+        self._plan = {"seed": seed, "phase_seconds": phase_seconds, "insecure": True}
+        self._agent = {"inner_steps_per_phase": INNER_STEPS, **(agent or {})}
         self._starts: dict[str, int] = {}
         self._expected_to_end: set[int] = set()
         self._address = Address(network.listen_host(), 0)
@@ -113,7 +106,6 @@ class Fleet:
             *("-m", "recovery.cli.main", "coordinator", "--run-id", RUN_ID, "--json", "--insecure"),
             *("--listen", str(self._address), "--state-dir", str(self.folder / "state")),
             *("--port-file", str(port_file), "--expected-workers", str(len(self.names)), "--save-every", "0"),
-            *("--min-participants", str(self._min_participants)),
             *(["--new-run"] if new_run else []),
         ]
         self._start(COORDINATOR, HUB, arguments)

@@ -48,7 +48,6 @@ def of_run(timeline: Timeline) -> dict[str, Any]:
         "worker_cores": figures.cpu_share(timeline),
         "joins": [{"at": since(at), "worker": worker, "what": what} for at, worker, what in timeline.joins],
         "unexplained": timeline.unexplained,
-        "final_loss": figures.final_loss(timeline),
     }
 
 
@@ -60,9 +59,9 @@ def markdown(record: dict[str, Any]) -> str:
         f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}. {record['others']}",
         "",
     ]
-    if "storm" in record:
+    if "storm" in record and "seeds" in record:
         lines += _storm(record)
-    if "churn" in record:
+    if "churn" in record and "seeds" in record:
         lines += _churn(record)
     return "\n".join(lines) + "\n"
 
@@ -72,9 +71,10 @@ def _storm(record: dict[str, Any]) -> list[str]:
     lines = [
         f"Seed {record['seed']}: {len(storm['faults'])} faults in {storm['seconds']:.0f} s over four workers and a "
         f"coordinator; {record['network']}. The run without faults went on beside it for {quiet['seconds']:.0f} s and "
-        f"committed {len(quiet['steps'])} steps. A worker used {storm['worker_cores']} of a core (median).",
+        f"committed {len(quiet['steps'])} steps. A worker used {storm['worker_cores']} of a core (median). The seeds "
+        "without faults are the same training in one process, without this service.",
         "",
-        *_bounds(record["storm_bounds"]),
+        *_bounds(figures.storm_bounds(record)),
         "## Faults",
         "",
         "Seconds: median / 90th percentile / worst. Resume: from the strike to the run's next commit; a whole period "
@@ -129,20 +129,15 @@ def _churn(record: dict[str, Any]) -> list[str]:
         f"{len(churn['steps'])} steps in {churn['seconds']:.0f} s; every few steps a worker leaves, and another one, "
         "with a name that the run has not seen, joins.",
         "",
-        *_bounds(record["churn_bounds"]),
+        *_bounds(figures.churn_bounds(record)),
         "![joins and leaves](churn.png)",
         "",
     ]
 
 
-def _bounds(bounds: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [f"| {b['what']} | {b['found']} | {b['asked']} | {'yes' if b['holds'] else '**no**'} |" for b in bounds]
+def _bounds(bounds: Sequence[Bound]) -> list[str]:
+    rows = [f"| {b.what} | {b.found} | {b.asked} | {'yes' if b.holds else '**no**'} |" for b in bounds]
     return ["| figure | found | asked | holds |", "|---|---|---|---|", *rows, ""]
-
-
-def plain_bounds(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
-    """Return bounds as plain values."""
-    return [dataclasses.asdict(bound) for bound in bounds]
 
 
 def _span(found: dict[str, float | int]) -> str:

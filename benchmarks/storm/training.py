@@ -13,6 +13,8 @@ from recovery.types import PartClass
 
 SIZE = ModelSize(width=32, num_layers=1, num_heads=2, context=32)
 SHARDS = 4
+INNER_STEPS = 10
+"""H."""
 _SHARD_BYTES = 256 * 1024
 _BATCH = 16
 _HELD_OUT_WINDOWS = 256
@@ -76,3 +78,22 @@ class Trainee:
     def held_out_loss(self) -> float:
         """Return the loss on text that no worker trains on; at the beginning of a phase it is the run's."""
         return float(next_byte_loss(self.model, self._held_out))
+
+
+def undisturbed(*, seed: int, outer_steps: int) -> list[float]:
+    """Return the held-out loss after each outer step of the same training in one process, without any service.
+
+    The workers take turns at their inner steps; their pseudo-gradients are averaged, and each applies the mean.
+    """
+    trainees = [Trainee(seed=seed, shard=shard) for shard in range(SHARDS)]
+    losses = []
+    for _ in range(outer_steps):
+        for trainee in trainees:
+            for _ in range(INNER_STEPS):
+                trainee.inner_step()
+        contributions = zip(*(trainee.pseudo_gradients() for trainee in trainees), strict=True)
+        means = [torch.stack(parts).mean(0) for parts in contributions]
+        for trainee in trainees:
+            trainee.apply([mean.clone() for mean in means])
+        losses.append(trainees[0].held_out_loss())
+    return losses

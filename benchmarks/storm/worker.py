@@ -1,8 +1,8 @@
 """A worker of a storm: ``python -m benchmarks.storm.worker '<json>'``; says what happens as JSON lines.
 
 The plan: ``agent`` (fields of ``AgentConfig``), ``seed``, ``shard``, ``phase_seconds`` (least time of an inner phase,
-spread over its steps), ``outer_steps`` (when to end). A line ``finish`` on standard input ends it after the next
-boundary; the end of standard input at once: whoever started it is gone.
+spread over its steps). A line ``finish`` on standard input ends it after the next boundary; the end of standard input
+at once: whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Voice:
 
 
 def main(plan: dict[str, Any]) -> int:
-    """Train until enough outer steps are taken; return 0, or 1 if the run ended this worker's part with an error."""
+    """Train until told to finish; return 0, or 1 if the run ended this worker's part with an error."""
     torch.set_num_threads(1)
     voice = Voice()
     finish = threading.Event()
@@ -69,7 +69,7 @@ def main(plan: dict[str, Any]) -> int:
     try:
         with agent:
             voice.say("joined", version=agent.version)
-            while agent.version.outer_step < int(plan["outer_steps"]) and not finish.is_set():
+            while not finish.is_set():
                 train(agent, trainee, voice, step_seconds)
     except RecoveryError as error:
         voice.say("error", error=error.kind, message=str(error))
