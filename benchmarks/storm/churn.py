@@ -1,4 +1,4 @@
-"""A run of joins and leaves: every few steps a worker goes, and one that the run has never seen comes."""
+"""A run of joins and leaves: every few steps one worker goes, and one that the run has never seen comes."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ FIRST_STEP = 10
 def churn(fleet: Fleet, rounds: int, outer_steps: int, tell: Callable[[str], None] = lambda _: None) -> None:
     """Let ``rounds`` workers leave and as many join, spread over ``outer_steps``; return when those are taken.
 
-    The longest-serving worker leaves, every other time by SIGKILL; the newcomer has a new name. The next one leaves
-    only when the newcomer has committed.
+    In turns: the longest-serving worker is killed, then one with a new name comes; the newcomer comes first, then the
+    longest-serving one says goodbye. So there is one worker too few as often as one too many.
     """
-    timeline = fleet.timeline
     members = list(fleet.names)
     every = (outer_steps - 2 * FIRST_STEP) / rounds
     for number in range(rounds):
         _reach(fleet, round(FIRST_STEP + number * every))
         leaver, newcomer = members.pop(0), f"n{number}"
-        program = fleet.expect_end(leaver)
+        if number % 2 == 0:
+            _leave(fleet, leaver, abruptly=True)
+        took = _join(fleet, newcomer)
         if number % 2:
-            program.kill()
-        else:
-            program.tell("finish")
-            fleet.until(lambda program=program: not program.alive, f"{leaver} leaves")
-        timeline.joins.append((time.monotonic(), leaver, "left"))
-        program.close()
-        del fleet.running[leaver]
-        began = time.monotonic()
-        fleet.start_worker(newcomer)
-        fleet.until(
-            lambda newcomer=newcomer, began=began: fleet.commits_of(newcomer, began) is not None,
-            f"{newcomer} commits",
-        )
+            _leave(fleet, leaver, abruptly=False)
         members.append(newcomer)
-        timeline.joins.append((time.monotonic(), newcomer, "joined"))
-        tell(f"{leaver} left, {newcomer} is in after {time.monotonic() - began:.1f} s")
+        tell(f"{leaver} left, {newcomer} was in after {took:.1f} s")
     _reach(fleet, outer_steps)
-    timeline.ended_at = time.monotonic()
+    fleet.timeline.ended_at = time.monotonic()
+
+
+def _leave(fleet: Fleet, name: str, *, abruptly: bool) -> None:
+    program = fleet.expect_end(name)
+    if abruptly:
+        program.kill()
+    else:
+        program.tell("finish")
+        fleet.until(lambda: not program.alive, f"{name} leaves")
+    fleet.timeline.joins.append((time.monotonic(), name, "left"))
+    program.close()
+    del fleet.running[name]
+
+
+def _join(fleet: Fleet, name: str) -> float:
+    """Return when a new worker has committed, and how long that took."""
+    began = time.monotonic()
+    fleet.start_worker(name)
+    fleet.until(lambda: fleet.commits_of(name, began) is not None, f"{name} commits")
+    fleet.timeline.joins.append((time.monotonic(), name, "joined"))
+    return time.monotonic() - began
 
 
 def _reach(fleet: Fleet, step: int) -> None:
