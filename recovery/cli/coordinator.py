@@ -89,6 +89,10 @@ def coordinator(
     silence: Annotated[
         float, typer.Option(help="Behind a proxy: seconds without any message after which a worker is lost; 0: off.")
     ] = 0.0,
+    metrics_port: Annotated[
+        int, typer.Option(help="TCP port that serves /metrics in Prometheus' format; 0: none.")
+    ] = 0,
+    metrics_host: Annotated[str, typer.Option(help="Interface to bind for metrics.")] = "127.0.0.1",
 ) -> None:
     """Serve a run: membership, matching, votes, orders. Carries no tensors. Ends on SIGTERM or Ctrl-C."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -113,6 +117,8 @@ def coordinator(
         security=security,
         ping_timeout_seconds=ping_timeout,
         silence_seconds=silence,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
 
     def announce(address: Address) -> None:

@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from protos.recovery.v1 import (
 from recovery.clock import Clock, SystemClock
 from recovery.control.channel import PING_TIMEOUT_SECONDS, server_options
 from recovery.control.history import History
-from recovery.control.metrics import RunMetrics
+from recovery.control.metrics import ServedMetrics
 from recovery.control.owner import Machine, RunOwner, spawn
 from recovery.control.policy import RunPolicy
 from recovery.control.record import HistoryRecord
@@ -44,7 +43,6 @@ from recovery.control.security import RequireTokenAsync, SecurityConfig
 from recovery.control.service import CoordinatorServicer, OperationsServicer
 from recovery.errors import BadConfiguration, MisuseError
 from recovery.events import EventSink, Fanout, LogSink
-from recovery.metrics import MetricsServer
 from recovery.types import Address
 
 logger = logging.getLogger(__name__)
@@ -52,8 +50,6 @@ logger = logging.getLogger(__name__)
 EXPIRY_SECONDS = 30.0
 MAX_CALLS = 16_384
 """Streams, requests and waits at once; more are refused."""
-STATUS_SECONDS = 5.0
-"""For a scrape of the metrics; an owner that is busier than that answers without the run's numbers."""
 GRACE_SECONDS = 1.0
 """For answers under way when the coordinator ends; requests that nobody answers any more are cut off."""
 
@@ -119,10 +115,12 @@ class _Coordinator:
         self, config: CoordinatorConfig, events: EventSink, clock: Clock, make_machine: MachineFactory
     ) -> None:
         self._config = config
-        self._metrics = RunMetrics(config.policy.run_id, self._status) if config.metrics_port else None
+        self._metrics = (
+            ServedMetrics(config.policy.run_id, config.metrics_host, config.metrics_port)
+            if config.metrics_port
+            else None
+        )
         self._events = Fanout(events, self._metrics) if self._metrics is not None else events
-        self._metrics_server: MetricsServer | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._clock = clock
         self._make_machine = make_machine
         self._history = History(config.state_dir)
@@ -143,9 +141,7 @@ class _Coordinator:
         credentials = config.security.server_credentials()
         check_free(config.listen)
         if self._metrics is not None:
-            self._loop = asyncio.get_running_loop()
-            self._metrics_server = MetricsServer(self._metrics.registry, config.metrics_host, config.metrics_port)
-            self._metrics_server.start()
+            self._metrics.start()
         self._history.start()
         if config.new_run:
             self._history.create(config.policy.run_id)
@@ -166,6 +162,8 @@ class _Coordinator:
             options=server_options(config.ping_timeout_seconds),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
+        if self._metrics is not None:
+            self._metrics.ask(owner)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(
             CoordinatorServicer(owner, policy.run_id, config.silence_seconds), server
         )
@@ -205,8 +203,8 @@ class _Coordinator:
 
     async def stop(self) -> None:
         """End the owner, then the streams and the server, then the history; twice without harm."""
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.close)
+        if self._metrics is not None:
+            await self._metrics.stop()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         # The owner first: workers that are sent away because the coordinator ends are not lost to the run.
@@ -220,20 +218,6 @@ class _Coordinator:
         if self._server is not None:
             await self._server.stop(GRACE_SECONDS)
         self._history.close()
-
-    def _status(self) -> operations_pb2.ListResponse | None:
-        """Return the run as operators see it; None while it cannot be had. Not on the event loop's thread."""
-        owner, loop = self._owner, self._loop
-        if owner is None or loop is None or loop.is_closed():
-            return None
-        request = operations_pb2.ListRequest(run_id=self._config.policy.run_id)
-        asked = asyncio.run_coroutine_threadsafe(owner.operate(f"metrics-{secrets.token_hex(8)}", request), loop)
-        try:
-            answer = asked.result(STATUS_SECONDS)
-        except (TimeoutError, CancelledError):
-            asked.cancel()
-            return None
-        return answer if isinstance(answer, operations_pb2.ListResponse) else None
 
 
 def run_coordinator(

@@ -26,7 +26,7 @@ from recovery.control.client import CoordinatorClient
 from recovery.control.peer_service import PeerServer
 from recovery.control.wire import to_proto
 from recovery.errors import MisuseError, RecoveryError, StateReplaced, WorkerPoisoned
-from recovery.events import EventSink, LogSink, StateRestored
+from recovery.events import EventSink, Fanout, LogSink, StateRestored
 from recovery.snapshot import Snapshots
 from recovery.state import WorkerState, numerics_id
 from recovery.types import NO_VERSION, Address, Cut, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
@@ -44,6 +44,7 @@ from recovery.worker.gradient_codec import codec_named
 from recovery.worker.groups import EpochGroups
 from recovery.worker.inbox import Inbox
 from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
+from recovery.worker.metrics import WorkerMetrics
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.peer_source import PeerSource
 from recovery.worker.publications import Publications
@@ -85,7 +86,8 @@ class Agent:
         """
         clock = clock or SystemClock()
         standing = Standing(clock)
-        events = Troubles(standing, events or LogSink())
+        self._metrics = WorkerMetrics(config, clock)
+        events = Fanout(Troubles(standing, events or LogSink(), clock), self._metrics)
         worker = WorkerRef(WorkerId(config.worker_id), Incarnation(uuid.uuid4().hex))
         host = config.data_host or host_towards(config.coordinator)
         snapshots = Snapshots(
@@ -160,6 +162,7 @@ class Agent:
             raise MisuseError("start() was called twice: make a new Agent")
         self._started = True
         try:
+            self._metrics.start(self._context)
             self._layout_digest = self._context.state.layout_digest()
             self._context.snapshots.start()
             self._checkpoints.start()
@@ -194,6 +197,7 @@ class Agent:
             self._checkpoints.close()
         finally:
             self._context.snapshots.close()
+            self._metrics.close()
 
     # What a training loop reads
 

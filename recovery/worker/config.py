@@ -66,6 +66,10 @@ class AgentConfig:
     """Outer steps between two checkpoints."""
     checkpoint_keep: int = 3
     """Verified checkpoints kept; older ones are deleted."""
+    metrics_port: int = 0
+    """TCP port on which this worker serves ``/metrics`` in Prometheus' format; 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface on which it does: metrics are neither secret nor protected."""
     spool_path: str = ""
     """File that keeps verified chunks over a restart of a joiner; empty: none."""
 
@@ -93,7 +97,7 @@ class AgentConfig:
         for name in ("inner_steps_per_phase", "donor_slots", "checkpoint_every", "checkpoint_keep", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise BadConfiguration(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("donor_bytes_per_second", "lanes", "snapshot_budget_bytes", "peer_port"):
+        for name in ("donor_bytes_per_second", "lanes", "snapshot_budget_bytes", "peer_port", "metrics_port"):
             if getattr(self, name) < 0:
                 raise BadConfiguration(f"{name}={getattr(self, name)} must not be negative")
         for name in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recovery.clock import SystemClock
+from recovery.clock import ManualClock
 from recovery.events import CheckpointSaved, CheckpointSaveFailed, Recorder
 from recovery.types import Cut, Version
 from recovery.worker.standing import Standing
@@ -10,10 +10,13 @@ from recovery.worker.troubles import Troubles
 
 
 def test_a_failed_checkpoint_is_a_trouble_until_one_succeeds() -> None:
-    standing, user = Standing(SystemClock()), Recorder()
-    sink = Troubles(standing, user)
-    sink(CheckpointSaveFailed(url="file:///x", reason="disk full " * 100))
-    assert standing.read().trouble.startswith("a checkpoint failed: disk full")
+    standing, user = Standing(ManualClock()), Recorder()
+    clock = ManualClock(0.0)
+    sink = Troubles(standing, user, clock)
+    sink(CheckpointSaveFailed(url="file:///x", reason="disk\nfull " * 100))
+    clock.advance(60.0)
+    sink(CheckpointSaveFailed(url="file:///x", reason="disk\nfull " * 100))
+    assert standing.read().trouble.startswith("checkpoint: failing since 1970-01-01T00:00:00+00:00, disk full disk")
     assert len(standing.read().trouble) <= 300
     sink(CheckpointSaved(url="file:///x", cut=Cut(Version(1, 2)), num_bytes=1, took_seconds=0.1))
     assert standing.read().trouble == ""
