@@ -4,7 +4,8 @@ A transfer that fits into a phase is one conversation: outer parts, then private
 slower one is a base backup plus a short log::
 
     private parts (they age well) -> outer parts at the newest sealed version -> the averages of each commit since then,
-    replayed; the fingerprint compared with the sealed one -> scalars of the private parts once more
+    replayed; the fingerprint compared with the sealed one -> private parts once more, if the time left in the phase
+    allows it; else their scalars alone
 
 Whatever step is complete stays so when a later one fails: the next ticket goes on from there.
 """
@@ -12,12 +13,6 @@ Whatever step is complete stays so when a later one fails: the next ticket goes 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
-from typing import cast
-
-import torch
-from torch import Tensor
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import from_proto
@@ -26,24 +21,19 @@ from recovery.errors import (
     CannotKeepUp,
     DonorBusy,
     DonorRefused,
-    ManifestRejected,
     NoDonorLeft,
     RecoveryError,
 )
-from recovery.events import BaseRestored, CatchUpRebased, CommitReplayed, ScalarsRefreshed
-from recovery.protocol.ports import OnManifest
-from recovery.protocol.session import JOURNAL, OUTER, PRIVATE, SCALARS, Role, TransferResult
-from recovery.snapshot.journal import JOURNAL_PART
-from recovery.state import Manifest, PartBytes
+from recovery.events import BaseRestored, CatchUpRebased, CommitReplayed
+from recovery.protocol.session import OUTER, PRIVATE, Role
 from recovery.state.loose import LooseParts
-from recovery.state.scalars import restore_scalars
-from recovery.types import MIB, NO_VERSION, Fingerprint, PartName, Version
-from recovery.worker.averaging import decode_averages
+from recovery.types import NO_VERSION, Fingerprint, Version
+from recovery.worker.commits import Commits
 from recovery.worker.context import Context
-from recovery.worker.gradient_codec import codec_named
-from recovery.worker.pace import Pace, TooSlowForOnePhase, Watch
+from recovery.worker.pace import Pace, TooSlowForOnePhase
 from recovery.worker.peer_source import PeerSource
-from recovery.worker.replay import Replay, replay_outer_step
+from recovery.worker.private_parts import PrivateParts
+from recovery.worker.replay import Replay
 from recovery.worker.restored import Restored
 from recovery.worker.standing import NO_FINGERPRINT
 
@@ -54,11 +44,6 @@ MAX_REBASES = 4
 
 _FINGERPRINT_SECONDS = 600.0
 _SEAL_SECONDS = 60.0
-_SCALARS_LIMIT_BYTES = 256 * MIB
-_ENTRY_SLACK_BYTES = MIB
-_ASKED_AGAIN = 8
-_ASK_AGAIN_SECONDS = 0.25
-"""A commit is sealed when most have applied it: the donor asked may be one of the last."""
 
 
 class CatchUp:
@@ -73,25 +58,28 @@ class CatchUp:
     def __init__(self, context: Context, peers: PeerSource, replay: Replay | None = None) -> None:
         self._context = context
         self._peers = peers
-        self._replay = replay
-        self._codec = codec_named(context.config.gradient_codec)
         self._pace = Pace(context.clock)
+        self._commits = Commits(context, peers, replay)
+        self._private = PrivateParts(context, peers, self._pace)
         self._staged = False
         self._outer: Version | None = None
         self._cut: Version | None = None
         self._private_committed = False
+        self._fetched_again = False
         self._rebases = 0
         self._last_end: Version | None = None
         self._inner_step_at_end = 0
-        self._payload_bytes = self._reused_bytes = self._num_tensors = self._num_bytes = 0
+        self._num_tensors = self._num_bytes = 0
 
     def begin(self) -> None:
         """A recovery begins: what an earlier one left half done counts for nothing."""
         stand = self._context.standing.read()
         self._staged = stand.version != NO_VERSION and not stand.poisoned
         self._rebases = 0
+        self._fetched_again = False
         self._forget()
-        self._payload_bytes = self._reused_bytes = self._num_tensors = self._num_bytes = 0
+        self._peers.begin_recovery()
+        self._num_tensors = self._num_bytes = 0
 
     def carry_out(self, ticket: pb.Ticket) -> Restored:
         """Return when this worker holds the newest sealed version, verified and published.
@@ -101,12 +89,10 @@ class CatchUp:
             NoDonorLeft, DonorBusy: the ticket's donors failed. What is complete is kept for the next ticket.
             LayoutMismatch: the donors train another model; nothing was changed.
             StateMismatch: what was written is not what was received.
-        TransferCancelled: an operator cancelled it.
+            TransferCancelled: an operator cancelled it.
         """
         self._peers.begin(staged=self._staged)
-        whole = sum(t.nbytes for t in self._context.state.read_outer_params().values())
-        sample = torch.zeros(1, 64 * self._codec.block)
-        self._pace.entry_bytes = math.ceil(whole * self._codec.encode(sample).nbytes / sample.nbytes)
+        self._pace.entry_bytes = self._commits.entry_bytes()
         period = ticket.outer_period.ToTimedelta().total_seconds()
         self._pace.period_seconds = self._context.inbox.outer_period_seconds or period
         if self._goes_on_from_its_last_end(ticket):
@@ -131,9 +117,11 @@ class CatchUp:
             if self._outer is None:
                 self._fetch_base(ticket)
             self._replay_commits(ticket)
-            if self._outer is not None and self._cut != self._outer:
-                self._refresh_scalars(ticket, self._outer)
-            if self._outer is not None and self._cut == self._outer and self._newest(ticket) <= self._outer:
+            if self._outer is None:
+                continue
+            if self._cut != self._outer:
+                self._bring_private_parts_to(ticket, self._outer)
+            if self._cut == self._outer and self._newest(ticket) <= self._outer:
                 return self._end(self._outer)
 
     # Steps
@@ -155,15 +143,14 @@ class CatchUp:
             logger.info("%s: %s; private parts first", self._context.worker, self._pace.describe())
             return
         assert result.private is not None
-        self._count(result)
+        share = result.private.num_bytes / max(1, result.private.num_bytes + result.first.num_bytes)
+        self._private.received(result.private.cut, result.took_seconds * share)
         self._cut = result.private.cut.version
         self._commit_base(version, fingerprint)
 
     def _fetch_private(self, ticket: pb.Ticket) -> None:
         self._say(f"private parts of {self._newest(ticket)} or later")
-        watch = self._pace.watch(all_donors=False)
-        result = self._from_one(ticket, PRIVATE, self._newest(ticket), watch, None)
-        self._cut = result.first.cut.version
+        self._cut = self._private.fetch(ticket, self._newest(ticket))
 
     def _fetch_base(self, ticket: pb.Ticket) -> None:
         version = self._newest(ticket)
@@ -171,17 +158,16 @@ class CatchUp:
         self._say(f"outer parts of {version}")
         watch = self._pace.watch(all_donors=True)
         try:
-            result = self._peers.fetch(ticket, version=version, fingerprint=fingerprint, on_progress=watch)
+            self._peers.fetch(ticket, version=version, fingerprint=fingerprint, on_progress=watch)
         except RecoveryError as error:
             judged = watch.judge(error)
             if judged is not error:
                 raise judged from error
-            if not isinstance(error, NoDonorLeft) or not self._all_refused():
+            if not isinstance(error, NoDonorLeft) or not self._peers.all_refused:
                 raise
             # Its donors hold the next version, which is not sealed yet.
             self._wait_for_seal(version.next(), error)
             return
-        self._count(result)
         self._commit_base(version, fingerprint)
 
     def _commit_private(self) -> None:
@@ -195,7 +181,7 @@ class CatchUp:
     def _commit_base(self, version: Version, fingerprint: Fingerprint) -> None:
         """The first write into a live worker's state: both kinds of parts are whole and verified."""
         self._context.standing.update(poisoned=True, ready=False)
-        roles: list[Role] = [OUTER] if self._private_committed else [OUTER, PRIVATE]
+        roles: list[Role] = [OUTER, PRIVATE] if self._peers.holds(PRIVATE) else [OUTER]
         for role in roles:
             report = self._peers.commit(role)
             self._num_tensors += report.num_tensors
@@ -215,7 +201,7 @@ class CatchUp:
                 return
             self._say(f"the commit of {version}; the run is at {newest}")
             began = self._context.clock.monotonic()
-            entry = self._fetch_entry(ticket, version)
+            entry = self._commits.fetch(ticket, version)
             if entry is None:
                 self._rebase(f"no donor keeps the averages that led to {version} any more")
                 return
@@ -231,74 +217,30 @@ class CatchUp:
                     )
                 )
 
-    def _fetch_entry(self, ticket: pb.Ticket, version: Version) -> LooseParts | None:
-        """Return the averages that led to ``version``; None if no donor of the ticket keeps them."""
-        received: list[LooseParts] = []
-
-        def on_manifest(role: Role, manifest: Manifest) -> Mapping[PartName, PartBytes]:
-            if [part.name for part in manifest.parts] != [JOURNAL_PART]:
-                raise ManifestRejected(f"{manifest.worker} lends {[p.name for p in manifest.parts]} as a journal entry")
-            received.append(LooseParts(manifest, 2 * self._pace.entry_bytes + _ENTRY_SLACK_BYTES))
-            return received[-1].destinations
-
-        for _ in range(_ASKED_AGAIN):
-            try:
-                result = self._peers.fetch(
-                    ticket, version=version, fingerprint=Fingerprint(b""), first=JOURNAL, on_manifest=on_manifest
-                )
-            except NoDonorLeft:
-                if not self._all_refused():
-                    raise
-                self._context.inbox.wait(lambda: None, _ASK_AGAIN_SECONDS, lambda: None)
-            else:
-                self._count(result)
-                return received[-1]
-        return None
-
     def _take_step(self, ticket: pb.Ticket, version: Version, entry: LooseParts) -> bool:
         """Replay one commit; False: the result is not the run's, and a newer base is needed."""
-        context = self._context
-        value = entry.value(JOURNAL_PART)
-        if not isinstance(value, dict) or value.keys() != {"tokens", "like", "gradients", "encoded"}:
-            raise ManifestRejected(f"the journal entry of {version} has another form than this release reads")
-        averaged = cast(list[Tensor], value["gradients"])
-        if value["encoded"]:
-            averaged = decode_averages(value["encoded"], value["like"], self._codec, context.config.bucket_bytes)
-        # A worker under resync may be lending its present outer parts: they are saved, as before any outer step.
-        context.snapshots.before_outer_update()
         try:
-            if self._replay is None:
-                replay_outer_step(context.state, averaged)
-            else:
-                self._replay(averaged)
+            self._commits.take_step(version, entry)
         except BadConfiguration as error:
             self._rebase(f"a commit cannot be replayed: {error}")
             return False
-        progress = context.state.run_progress
-        progress.outer_step = version.outer_step
-        progress.tokens += int(value["tokens"])
         if found := self._stand_at(version, self._fingerprint(ticket, version)):
             self._rebase(f"replaying a commit gave another state: {found}")
             return False
         return True
 
-    def _refresh_scalars(self, ticket: pb.Ticket, at_least: Version) -> None:
-        """Take the scalars of now: learning rates, schedules and progress follow the run, whatever the moments' age."""
-        self._say(f"scalars of {at_least} or later")
-        received: list[LooseParts] = []
-
-        def on_manifest(role: Role, manifest: Manifest) -> Mapping[PartName, PartBytes]:
-            received.append(LooseParts(manifest, _SCALARS_LIMIT_BYTES))
-            return received[-1].destinations
-
-        result = self._from_one(ticket, SCALARS, at_least, None, on_manifest)
-        cut = result.first.cut
-        if cut.version == at_least:
-            restore_scalars(self._context.state, received[-1])
-            self._cut = cut.version
-            self._context.events(ScalarsRefreshed(worker_id=self._worker_id, cut=cut))
+    def _bring_private_parts_to(self, ticket: pb.Ticket, version: Version) -> None:
+        """Have private parts of a cut at ``version``: whole if there is time for that, else their scalars alone."""
+        if not self._fetched_again and self._private.fit_into_the_phase:
+            # Once: if the boundary comes first after all, another attempt could lose the same race for ever.
+            self._fetched_again, self._cut = True, None
+            return
+        self._say(f"scalars of {version} or later")
+        cut = self._private.refresh_scalars(ticket, version)
+        if cut == version:
+            self._cut = cut
         else:
-            self._wait_for_seal(cut.version, DonorBusy(f"{cut.version} is committed and was not sealed in time"))
+            self._wait_for_seal(cut, DonorBusy(f"{cut} is committed and was not sealed in time"))
 
     def _rebase(self, reason: str) -> None:
         assert self._outer is not None
@@ -325,8 +267,8 @@ class CatchUp:
             source="peers",
             num_tensors=self._num_tensors,
             num_bytes=self._num_bytes,
-            payload_bytes=self._payload_bytes,
-            reused_bytes=self._reused_bytes,
+            payload_bytes=self._peers.payload_bytes,
+            reused_bytes=self._peers.reused_bytes,
         )
         self._forget()
         return restored
@@ -359,38 +301,6 @@ class CatchUp:
         context.standing.update(version=version, fingerprint=fingerprint)
         return ""
 
-    def _from_one(
-        self, ticket: pb.Ticket, first: Role, at_least: Version, watch: Watch | None, on_manifest: OnManifest | None
-    ) -> TransferResult:
-        """Fetch what is captured at a cut from one donor, the ticket's choice first."""
-        failure: RecoveryError = NoDonorLeft(f"transfer {ticket.transfer_id}: the ticket names no donor")
-        for donor in sorted(ticket.donors, key=lambda donor: not donor.private_parts):
-            try:
-                result = self._peers.fetch(
-                    ticket,
-                    version=at_least,
-                    fingerprint=Fingerprint(b""),
-                    first=first,
-                    donors=[donor],
-                    on_manifest=on_manifest,
-                    on_progress=watch,
-                )
-            except (NoDonorLeft, DonorBusy) as error:
-                failure = error
-            except RecoveryError as error:
-                judged = error if watch is None else watch.judge(error)
-                if judged is error:
-                    raise
-                raise judged from error
-            else:
-                self._count(result)
-                return result
-        raise failure
-
-    def _all_refused(self) -> bool:
-        failures = self._peers.last_failures.values()
-        return bool(failures) and all(isinstance(failure, DonorRefused) for failure in failures)
-
     def _wait_for_seal(self, version: Version, otherwise: RecoveryError) -> None:
         inbox = self._context.inbox
         if inbox.wait(lambda: inbox.sealed >= version or None, _SEAL_SECONDS, lambda: None) is None:
@@ -414,10 +324,6 @@ class CatchUp:
     def _say(self, what: str) -> None:
         rate = f" at {self._pace.rate / 1e6:.3g} MB/s" if self._pace.rate else ""
         self._context.standing.waits_for(f"{what}{rate}")
-
-    def _count(self, result: TransferResult) -> None:
-        self._payload_bytes += result.payload_bytes
-        self._reused_bytes += result.reused_bytes
 
     def _forget(self) -> None:
         self._outer = self._cut = None

@@ -30,8 +30,8 @@ class Epochs:
     def arrive(self, weight: float) -> pb.Roster | None:
         """Report at the boundary; return the roster that this worker is a member of.
 
-        Returns None if the coordinator wants this worker to take its state from elsewhere: the directive stays in the
-        inbox.
+        Returns None if the coordinator or an operator wants this worker to take its state from elsewhere: the directive
+        or order stays in the inbox.
 
         Raises:
             RunPaused: no roster came within ``boundary_timeout_seconds``.
@@ -48,7 +48,7 @@ class Epochs:
         )
 
         def take() -> object | None:
-            if context.inbox.has_directive():
+            if context.inbox.has_directive() or context.inbox.has_resync():
                 return _REPLACED
             return context.inbox.take_roster(stand.version, self._last_epoch)
 
@@ -112,10 +112,10 @@ class Epochs:
         members = [from_proto(member.worker) for member in roster.members]
         return members.index(self._context.worker) if self._context.worker in members else None
 
-    def fail(self, epoch: int, reason: str) -> None:
-        """Tell the coordinator that this worker cannot finish the epoch."""
-        failure = to_proto(RecoveryError(reason))
-        self._context.client.send(pb.WorkerMessage(epoch_failure=pb.EpochFailure(epoch=epoch, failure=failure)))
+    def fail(self, epoch: int, reason: str, suspect: str = "") -> None:
+        """Tell the coordinator that this worker cannot finish the epoch, and because of whom, if that is known."""
+        message = pb.EpochFailure(epoch=epoch, failure=to_proto(RecoveryError(reason)), suspect_worker_id=suspect)
+        self._context.client.send(pb.WorkerMessage(epoch_failure=message))
 
     def vote(self, epoch: int, digest: bytes, position: bytes) -> pb.Outcome:
         """Tell the coordinator what this worker averaged, and return the outcome. Nothing may be applied before.

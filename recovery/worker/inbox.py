@@ -7,6 +7,7 @@ tells what the coordinator wants now.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -116,14 +117,29 @@ class Inbox:
             return self._sealed.get(version, (Fingerprint(b""), 0.0))[0]
 
     @property
+    def outer_periods(self) -> list[float]:
+        """Seconds between seals that followed each other and that this worker heard of as they happened."""
+        with self._changed:
+            pairs = [(old, new) for old, new in itertools.pairwise(sorted(self._sealed)) if old.next() == new]
+            times = [(self._sealed[old][1], self._sealed[new][1]) for old, new in pairs]
+            return [after - before for before, after in times if before and after]
+
+    @property
     def outer_period_seconds(self) -> float:
-        """Time between the two newest seals that this worker heard of as they happened; zero: unknown."""
+        """Time between the two newest seals, if this worker heard of both as they happened; zero: unknown."""
         with self._changed:
             newest = sorted(self._sealed)[-2:]
             times = [self._sealed[version][1] for version in newest]
             if len(newest) < 2 or newest[0].next() != newest[1] or not all(times):
                 return 0.0
             return times[1] - times[0]
+
+    @property
+    def seconds_since_seal(self) -> float | None:
+        """Time since the newest seal, if this worker heard of it as it happened; None: unknown."""
+        with self._changed:
+            at = self._sealed[max(self._sealed)][1] if self._sealed else 0.0
+            return self._clock.monotonic() - at if at else None
 
     def has_directive(self) -> bool:
         """Return whether the coordinator wants this worker to take its state from somewhere.
@@ -140,6 +156,11 @@ class Inbox:
             self._raise_end()
             directive, self._directive = self._directive, None
             return directive
+
+    def has_resync(self) -> bool:
+        """Return whether an operator wants this worker to take its state from peers again."""
+        with self._changed:
+            return self._resync is not None
 
     def take_resync(self) -> pb.Order | None:
         with self._changed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from recovery.clock import Clock
 from recovery.errors import CannotKeepUp, RecoveryError
@@ -14,6 +14,10 @@ MEASURED_SECONDS = 1.0
 
 ONE_PHASE = 0.75
 """Outer parts that take more of a period than this leave no room for the private ones before the next boundary."""
+
+
+ROOM = 1.5
+"""What took a second may take so many the next time; what does not fit into a phase even then is not tried."""
 
 
 class TooSlowForOnePhase(Exception):
@@ -53,6 +57,22 @@ class Pace:
     def keeps_up(self) -> bool:
         """Whether one entry per outer period can be moved, as far as is known."""
         return not (self.rate and self.period_seconds) or self.entry_bytes <= self.rate * self.period_seconds
+
+    def fits_into_the_phase(
+        self, seconds: float, since_seal_seconds: float | None, periods_seconds: Sequence[float]
+    ) -> bool:
+        """Return whether work of about ``seconds`` would end before the next boundary; False if that is not known.
+
+        Args:
+            seconds: How long it took the last time.
+            since_seal_seconds: How long ago the newest version was sealed; None: unknown.
+            periods_seconds: Periods that were seen beside ``period_seconds``. The shortest counts: to wait for a
+                boundary that came early costs more than scalars alone.
+        """
+        known = [period for period in (self.period_seconds, *periods_seconds) if period]
+        if since_seal_seconds is None or not known:
+            return False
+        return since_seal_seconds + ROOM * seconds <= min(known)
 
     def describe(self) -> str:
         """Return the measured and the needed rate in words."""

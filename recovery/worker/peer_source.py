@@ -16,7 +16,7 @@ from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.peer_service import Conversation, dial, probe_any
 from recovery.control.security import is_loopback
 from recovery.control.wire import from_proto
-from recovery.errors import RecoveryError
+from recovery.errors import DonorRefused, RecoveryError
 from recovery.events import Event, TransferProgress
 from recovery.protocol.ports import OnManifest
 from recovery.protocol.session import (
@@ -59,6 +59,14 @@ class PeerSource:
         """Bytes per second and round trip in seconds of its donors, where measured."""
         self.last_failures: dict[str, RecoveryError] = {}
         """Donors that failed in the last conversation alone."""
+        self.payload_bytes = 0
+        """Bytes that came over links in this recovery, in conversations that brought all that was asked for."""
+        self.reused_bytes = 0
+        """Bytes of theirs that were in place before."""
+
+    def begin_recovery(self) -> None:
+        """Count from here."""
+        self.payload_bytes = self.reused_bytes = 0
 
     def begin(self, *, staged: bool) -> None:
         """A new ticket is carried out.
@@ -130,7 +138,10 @@ class PeerSource:
         with self._lock:
             self._session, self._transfer_id = session, ticket.transfer_id
         try:
-            return session.run()
+            result = session.run()
+            self.payload_bytes += result.payload_bytes
+            self.reused_bytes += result.reused_bytes
+            return result
         finally:
             with self._lock:
                 self._session, self._transfer_id = None, ""
@@ -140,6 +151,16 @@ class PeerSource:
             self.donor_rates |= session.machine.rates(context.clock.monotonic())
             if spool is not None:
                 spool.close()
+
+    @property
+    def all_refused(self) -> bool:
+        """Whether the last conversation ended because no donor lends what was asked for."""
+        failures = self.last_failures.values()
+        return bool(failures) and all(isinstance(failure, DonorRefused) for failure in failures)
+
+    def holds(self, role: Role) -> bool:
+        """Return whether something was received that ``commit`` has not made the worker's state."""
+        return role in self._restorations
 
     def commit(self, role: Role) -> RestoreReport:
         """Make what was received the worker's state. Others may be reading its present outer parts: they are saved.

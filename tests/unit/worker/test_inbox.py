@@ -39,3 +39,18 @@ def test_the_period_is_known_from_two_seals_heard_as_they_happened() -> None:
     clock.advance(3.0)
     inbox.put_sealed(Version(1, 8), fingerprint(8))  # one was missed
     assert inbox.outer_period_seconds == 0.0
+    clock.advance(2.0)
+    inbox.put_sealed(Version(1, 9), fingerprint(9))
+    assert inbox.outer_periods == [7.0, 2.0]
+
+
+def test_how_long_a_phase_lasts_already_is_known_from_a_seal_heard_as_it_happened() -> None:
+    clock = ManualClock()
+    inbox = Inbox(clock)
+    assert inbox.seconds_since_seal is None
+    inbox.put_welcome(pb.Welcome(sealed=to_proto(Version(1, 4)), sealed_fingerprint=fingerprint(4)))
+    assert inbox.seconds_since_seal is None
+    clock.advance(1.0)
+    inbox.put_sealed(Version(1, 5), fingerprint(5))
+    clock.advance(2.5)
+    assert inbox.seconds_since_seal == 2.5

@@ -111,3 +111,19 @@ def test_a_donors_rate_outlives_a_conversation_without_it() -> None:
     Transfer(pace, clock, pace.watch(all_donors=True), d0=300.0, d1=100.0).run(3, 10_000)
     Transfer(pace, clock, pace.watch(all_donors=False), d0=200.0).run(3, 10_000)
     assert pace.rates == {"d0": pytest.approx(200), "d1": pytest.approx(100)}
+
+
+def test_what_fits_into_the_rest_of_a_phase() -> None:
+    pace, _ = pace_of(10.0)
+    assert pace.fits_into_the_phase(4.0, 3.9, [])
+    assert not pace.fits_into_the_phase(4.0, 4.1, []), "half as long again is taken for possible"
+    assert not pace.fits_into_the_phase(4.0, None, []), "when the phase began is not known"
+
+
+def test_the_shortest_period_that_was_seen_counts() -> None:
+    pace, _ = pace_of(10.0)
+    assert pace.fits_into_the_phase(2.0, 1.0, [5.0, 20.0])
+    assert not pace.fits_into_the_phase(2.0, 1.0, [3.9, 20.0])
+    unknown, _ = pace_of(0.0)
+    assert not unknown.fits_into_the_phase(2.0, 1.0, [])
+    assert unknown.fits_into_the_phase(2.0, 1.0, [5.0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -16,28 +18,52 @@ from recovery.worker.replay import replay_outer_step
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 
-SGD: dict[str, Make] = {
-    "plain": lambda p: torch.optim.SGD(p, lr=0.7),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9),
-    "dampened": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, dampening=0.1),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
-    "nesterov-foreach": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True, foreach=True),
-    "weight-decay": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, weight_decay=0.01),
-    "maximize": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, maximize=True),
+OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD-plain": (torch.optim.SGD, {"lr": 0.7}),
+    "SGD-momentum": (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9}),
+    "SGD-dampened": (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "dampening": 0.1}),
+    "SGD-nesterov": (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+    "SGD-weight-decay": (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD-maximize": (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "maximize": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1}),
+    "Adam-amsgrad": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.1}),
 }
-ELEMENTWISE: dict[str, Make] = {
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.9),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
-    "Adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+NOT_ELEMENTWISE = {
+    "Adafactor": "second moments of rows and columns",
+    "LBFGS": "dot products over all parameters; it steps by a closure, which averages cannot give",
+    "Muon": "orthogonalises whole matrices, and takes nothing else",
+    "SparseAdam": "takes sparse gradients; averages are dense",
 }
+"""Optimizers of torch that the rest of this file does not have to cover, and why."""
+
+
+def made(kind: type[Optimizer], options: dict[str, Any]) -> Make:
+    return lambda params: kind(params, **options)
+
+
+def implementations() -> dict[str, Make]:
+    """Return every case in every implementation that torch has of it on the CPU."""
+    cases: dict[str, Make] = {}
+    for name, (kind, options) in OPTIONS.items():
+        cases[name] = made(kind, options)
+        for switch in ("foreach", "fused"):
+            if switch in inspect.signature(kind).parameters:
+                cases[f"{name}-{switch}"] = made(kind, {**options, switch: True})
+    return cases
+
+
+CASES = implementations()
+NESTEROV = CASES["SGD-nesterov"]
+PLAIN = CASES["SGD-plain"]
 
 
 class Loop:
@@ -88,7 +114,55 @@ def averages(loop: Loop, seed: int) -> list[Tensor]:
     return [torch.randn(p.shape, generator=generator) * 0.01 for p in loop.outer]
 
 
-@pytest.mark.parametrize("make", [*SGD.values(), *ELEMENTWISE.values()], ids=[*SGD, *ELEMENTWISE])
+def optimizers_of_torch() -> dict[str, type[Optimizer]]:
+    return {
+        name: found
+        for name, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    }
+
+
+def test_every_optimizer_of_torch_is_a_case_here_or_said_not_to_be_elementwise() -> None:
+    covered = {kind.__name__ for kind, _ in OPTIONS.values()}
+    assert covered | NOT_ELEMENTWISE.keys() == optimizers_of_torch().keys()
+    assert not covered & NOT_ELEMENTWISE.keys()
+
+
+def rows_moved_by_other_rows(make: Make) -> bool:
+    """Return whether the first rows of a matrix end otherwise if only the gradients of the others differ."""
+    ends = []
+    for seed in (1, 2):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 32).reshape(8, 4))
+        optimizer = make([parameter])
+        own, others = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            gradient = torch.cat([torch.randn(4, 4, generator=own), torch.randn(4, 4, generator=others)])
+            parameter.grad = gradient
+
+            def closure(gradient: Tensor = gradient, parameter: Tensor = parameter) -> Tensor:
+                return (gradient * parameter).sum()
+
+            optimizer.step(closure if isinstance(optimizer, torch.optim.LBFGS) else None)  # type: ignore[arg-type]
+        ends.append(parameter.detach()[:4].clone())
+    return not torch.equal(*ends)
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_elementwise_means_that_no_element_moves_another(make: Make) -> None:
+    assert not rows_moved_by_other_rows(make)
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_the_others_are_not_elementwise(name: str) -> None:
+    kind = optimizers_of_torch()[name]
+    if name == "SparseAdam":
+        with pytest.raises(RuntimeError, match="dense gradients"):
+            rows_moved_by_other_rows(made(kind, {}))
+        return
+    assert rows_moved_by_other_rows(made(kind, {"lr": 0.1}))
+
+
+@pytest.mark.parametrize("make", [*CASES.values(), made(torch.optim.Adafactor, {"lr": 0.1})], ids=[*CASES, "Adafactor"])
 @pytest.mark.parametrize("before", [0, 2], ids=["fresh", "with-state"])
 def test_replay_is_bit_equal(make: Make, before: int) -> None:
     """The fingerprint covers every bit of parameters, optimizer state and options."""
@@ -112,7 +186,7 @@ def test_replay_is_bit_equal(make: Make, before: int) -> None:
 
 def test_another_average_gives_another_fingerprint() -> None:
     """The comparison above is able to fail."""
-    donor, joiner = Loop(SGD["nesterov"], 1), Loop(SGD["nesterov"], 2)
+    donor, joiner = Loop(NESTEROV, 1), Loop(NESTEROV, 2)
     copy_replicated(donor, joiner)
     averaged = averages(donor, 0)
     donor.apply(averaged)
@@ -153,7 +227,7 @@ def test_loops_of_another_kind_have_to_say_how_they_apply() -> None:
 
 
 def test_averages_in_another_order_are_refused() -> None:
-    loop = Loop(SGD["plain"], 1)
+    loop = Loop(PLAIN, 1)
     before = loop.describe().fingerprint
     with pytest.raises(BadConfiguration, match="in their order"):
         replay_outer_step(loop.state, averages(loop, 0)[::-1])
