@@ -89,13 +89,17 @@ class SealDesk:
         self.announce()
 
     def announce(self) -> None:
-        """Tell everybody the newest sealed version, and one holder to save it."""
+        """Tell one holder to save the newest sealed version, and everybody that it is sealed, in this order."""
+        self._name_saver()
         run, record = self._run, self._run.record
         for member in run.live():
             run.tell(
                 member,
                 coordinator_pb2.Sealed(version=to_proto(record.sealed), fingerprint=record.sealed_fingerprint),
             )
+
+    def _name_saver(self) -> None:
+        run, record = self._run, self._run.record
         every = run.policy.save_every_steps
         ready = [member for member in run.live_in(Standing.READY) if member.hello.saves_checkpoints]
         holders = [member for member in ready if member.worker_id not in record.drained]

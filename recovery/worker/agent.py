@@ -147,7 +147,24 @@ class Agent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._see_last_step_saved()
         self.close("finished" if kind is None else f"{kind.__name__}: {error}")
+
+    def _see_last_step_saved(self) -> None:
+        """Stay until the run has sealed this worker's last step, so that a finished run ends with it on disk."""
+        version = self.version
+        if self._closed or not self._checkpoints.awaits_seal(version):
+            return
+        inbox, timeout = self._context.inbox, self._context.config.progress_timeout_seconds
+        self._context.snapshots.inner_boundary()
+        try:
+            sealed = inbox.wait(lambda: inbox.fingerprint_of(version) or None, timeout, meanwhile=lambda: None)
+        except RecoveryError as error:  # the coordinator ended this worker's part: it leaves anyway
+            logger.warning("%s: %s is not saved: %s", self._context.worker, version, error)
+            return
+        if sealed is None:
+            logger.warning("%s: %s is not saved: it was not sealed in %.0f s", self._context.worker, version, timeout)
 
     def start(self) -> None:
         """Attach to the coordinator and return when this worker holds the run's state.

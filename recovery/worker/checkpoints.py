@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from ckpt.objects import open_storage
@@ -88,17 +88,26 @@ class Checkpoints:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for saves under way and end the threads.
+        """Save what was sealed until now, wait for saves under way, and end the threads.
 
         Raises:
             CheckpointFailed: a save failed and nobody was told yet.
         """
         if self._saver is None:
             return
-        saver, self._saver = self._saver, None
+        with self._lock:
+            waiting = list(self._captures.values())
+        for capture in waiting:
+            capture.copied.cancel()  # training is over: what was not captured will not be
         self._jobs.put(None)
         self._thread.join()
+        saver, self._saver = self._saver, None
         saver.close()
+
+    def awaits_seal(self, version: Version) -> bool:
+        """Return whether ``version`` will be saved once it is sealed; any thread."""
+        with self._lock:
+            return version in self._captures
 
     def foresee(self, version: Version) -> None:
         """Have memory made ready if ``version`` is to be saved; training thread, before the outer step to it."""
@@ -210,11 +219,16 @@ class Checkpoints:
                     self._save(saver, [self._context.snapshots.lease_outer(version, f"{_HOLDER}/{version}")])
                 else:
                     with self._lock:
-                        capture = self._captures.pop(version, None)
+                        capture = self._captures.get(version)
                     if capture is None:
                         continue  # a newer version took its place meanwhile
                     copied = capture.copied.result(_CAPTURE_TIMEOUT_SECONDS)
+                    with self._lock:
+                        if self._captures.pop(version, None) is None:
+                            continue  # given back for a newer version's
                     self._save(saver, [copied] if capture.kept is None else [copied, capture.kept])
+            except CancelledError:
+                logger.info("%s: private parts of %s were not captured in time", self._context.worker, version)
             except (RecoveryError, TimeoutError) as error:
                 # Training goes on: the saver's policy decides when failures end it, this is about one version.
                 logger.warning("%s: %s parts of %s are not saved: %s", self._context.worker, kind, version, error)

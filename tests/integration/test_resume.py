@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckpt.catalog import Catalog
+from ckpt.local import LocalStorage
 from protos.recovery.v1 import coordinator_pb2, manifest_pb2
 from recovery.control.inputs import Attached, Effect, Input, Received, Tell
 from recovery.control.wire import to_proto
@@ -63,6 +65,19 @@ def test_one_worker_resumes_from_disk_under_a_new_lineage(tmp_path: Path) -> Non
         other = fleet.worker("w1", seed=1, agent=agent, step_seconds=0.05)
         assert other.wait_said("joined")["version"].startswith("L2.")
         resumed.wait_boundary(int(step) + 2)
+
+
+def test_a_finished_run_ends_with_its_last_step_on_disk(tmp_path: Path) -> None:
+    """The loop is left right after the last boundary, before the run has sealed that step."""
+    disk = tmp_path / "ckpt"
+    agent: dict[str, Any] = {"checkpoint_url": str(disk)}
+    with Fleet(tmp_path, "--expected-workers", "2") as fleet:
+        workers = [fleet.worker(f"w{number}", seed=number, agent=agent, outer_steps=3) for number in range(2)]
+        assert [worker.end() for worker in workers] == [0, 0]
+    newest = Catalog(LocalStorage(disk)).newest()
+    assert newest is not None
+    assert str(newest.version) == "L1.k3"
+    assert newest.workers == ("w0", "w1")
 
 
 def test_another_worker_never_takes_a_strangers_data_position(tmp_path: Path) -> None:
