@@ -81,9 +81,13 @@ class Fleet:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.start_coordinator(new_run=True)
-        for name in self.names:
-            self.start_worker(name)
+        try:
+            self.start_coordinator(new_run=True)
+            for name in self.names:
+                self.start_worker(name)
+        except BaseException:
+            self._end_processes()
+            raise
         for thread in self._threads:
             thread.start()
         return self
@@ -94,6 +98,9 @@ class Fleet:
         self._closing.set()
         for thread in self._threads:
             thread.join()
+        self._end_processes()
+
+    def _end_processes(self) -> None:
         for program in self.running.values():
             self._expected_to_end.add(program.pid)
             program.close()
@@ -110,13 +117,14 @@ class Fleet:
         ]
         self._start(COORDINATOR, HUB, arguments)
         if new_run:
-            self.until(lambda: port_file.exists() and bool(port_file.read_text().strip()), "the coordinator listens")
+            self.until(lambda: self._all_alive() and self.coordinator_listens, "the coordinator listens")
             self._address = Address.parse(port_file.read_text().strip())
 
     @property
     def coordinator_listens(self) -> bool:
         """Whether the present coordinator takes connections."""
-        return (self.folder / "port").exists()
+        port_file = self.folder / "port"
+        return port_file.exists() and bool(port_file.read_text().strip())
 
     def start_worker(self, name: str) -> None:
         """Start a worker's process; the one before it of that name has ended."""
@@ -197,11 +205,14 @@ class Fleet:
         self.until(self._all_committed, "every worker commits")
         self.timeline.began_at = time.monotonic()
 
-    def _all_committed(self) -> bool:
+    def _all_alive(self) -> bool:
         for name, program in self.running.items():
             if not program.alive:
                 raise RuntimeError(f"{name} ended with exit code {program.close()} at the start: see {self.folder}")
-        return {commit.worker for commit in self.timeline.commits} >= set(self.names)
+        return True
+
+    def _all_committed(self) -> bool:
+        return self._all_alive() and {commit.worker for commit in self.timeline.commits} >= set(self.names)
 
     def commits_of(self, worker: str, since: float) -> float | None:
         """Return when a worker first committed after ``since``; None: it has not."""
