@@ -47,10 +47,10 @@ def _leave(fleet: Fleet, name: str, *, abruptly: bool) -> None:
 
 
 def _join(fleet: Fleet, name: str) -> float:
-    """Return when a new worker has committed, and how long that took."""
-    began = time.monotonic()
+    """Start a new worker; return, once it has committed, how long that took."""
+    began, step = time.monotonic(), fleet.timeline.newest_step()
     fleet.start_worker(name)
-    fleet.until(lambda: fleet.commits_of(name, began) is not None, f"{name} commits")
+    fleet.until(lambda: fleet.timeline.commit_beyond(name, step) is not None, f"{name} commits")
     fleet.timeline.joins.append((time.monotonic(), name, "joined"))
     return time.monotonic() - began
 

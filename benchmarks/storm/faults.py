@@ -58,7 +58,7 @@ class Weather:
         if fault.victim == COORDINATOR:
             fault.back_at = fault.resumed_at
         else:
-            fault.back_at = fleet.commits_of(fault.victim, fault.healed_at)
+            fault.back_at = fleet.timeline.commit_beyond(fault.victim, fault.healed_step)
         if fault.back_at is not None:
             self._tell(f"{fault.kind} of {fault.victim}: back after {fault.back_at - fault.struck_at:.1f} s")
 
@@ -118,4 +118,4 @@ class Weather:
                 fault.felt = fleet.network.speed_up(fault.victim)
             case Kind.COORDINATOR:
                 fleet.start_coordinator()
-        fault.healed_at = time.monotonic()
+        fault.healed_at, fault.healed_step = time.monotonic(), fleet.timeline.newest_step()

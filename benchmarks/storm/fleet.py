@@ -214,11 +214,6 @@ class Fleet:
     def _all_committed(self) -> bool:
         return self._all_alive() and {commit.worker for commit in self.timeline.commits} >= set(self.names)
 
-    def commits_of(self, worker: str, since: float) -> float | None:
-        """Return when a worker first committed after ``since``; None: it has not."""
-        with self._changed:
-            return next((c.at for c in self.timeline.commits if c.worker == worker and c.at > since), None)
-
     def operator(self) -> OperatorClient:
         """Return a client of the coordinator's operations."""
         return OperatorClient(self._address, SecurityConfig(insecure=True), run_id=RUN_ID)

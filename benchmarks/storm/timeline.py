@@ -16,6 +16,8 @@ class Fault:
     struck_at: float
     lasts: float
     healed_at: float | None = None
+    healed_step: int = 0
+    """The run's newest outer step when the fault ended."""
     felt: bool = False
     """Whether it is proved that the fault reached its victim."""
     proof: str = ""
@@ -24,7 +26,7 @@ class Fault:
     resumed_at: float | None = None
     """The run's next commit."""
     back_at: float | None = None
-    """The victim's first commit after the fault's end; of the coordinator: the run's."""
+    """The victim's first commit of a step that is newer than the fault's end; of the coordinator: the run's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +101,15 @@ class Timeline:
         for commit in sorted(self.commits, key=lambda c: c.at):
             first.setdefault(commit.version, commit)
         return [(commit.at, commit.version, commit.held_out) for commit in first.values()]
+
+    def newest_step(self) -> int:
+        """Return the newest committed outer step; 0: none."""
+        return max((outer_step(commit.version) for commit in self.commits), default=0)
+
+    def commit_beyond(self, worker: str, step: int) -> float | None:
+        """Return when a worker first committed a later outer step than ``step``; None: it has not."""
+        found = (c.at for c in self.commits if c.worker == worker and outer_step(c.version) > step)
+        return next(found, None)
 
     def steps_within(self) -> list[tuple[float, str, float]]:
         """Return the steps between beginning and end."""
