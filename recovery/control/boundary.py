@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from protos.recovery.v1 import coordinator_pb2
 from recovery.control.boundary_vote import Ending, EpochState, Tally, tally
-from recovery.control.gathering import GatherDesk
+from recovery.control.gathering import BLAMES_UNTIL_LEFT_OUT, GatherDesk
 from recovery.control.membership import Member, Standing, may_apply
 from recovery.control.record import ABORTED, COMMITTED, EpochClosed, PositionRecorded, Voter
 from recovery.control.run_state import AUTHORITIES, RunState, outcome_of
@@ -45,18 +45,38 @@ class BoundaryDesk:
 
     def fail(self, member: Member, message: coordinator_pb2.EpochFailure) -> None:
         """A member's averaging failed: nobody can rely on the others having finished theirs."""
-        run, epoch = self._run, self._run.epoch
+        epoch = self._run.epoch
         if epoch is None or message.epoch != epoch.epoch:
+            self._note_late_blame(member, message)
             self.query(member, message.epoch)
             return
         if member.voter not in epoch.members:
             return
-        suspect = run.members.get(message.suspect_worker_id)
-        if suspect is not None and suspect is not member:
-            suspect.suspected_at = run.now
-            self._run.blames.setdefault(suspect.worker_id, set()).add(epoch.epoch)
+        name = message.suspect_worker_id or self._likely_culprit(epoch, member)
+        self._blame(name, epoch.epoch, member)
         blamed = f", blames {message.suspect_worker_id}" if message.suspect_worker_id else ""
         self._abort(f"{member.worker_id} reports {message.failure.message or 'a failure'}{blamed}")
+
+    def _blame(self, name: str, number: int, accuser: Member) -> None:
+        suspect = self._run.members.get(name)
+        if suspect is not None and suspect is not accuser:
+            suspect.suspected_at = self._run.now
+            self._run.blames.setdefault(name, set()).add(number)
+
+    def _note_late_blame(self, member: Member, message: coordinator_pb2.EpochFailure) -> None:
+        """The first report of a failure ends its epoch, and may come from the very member that broke it."""
+        record = self._run.record
+        ended = record.epochs.get(message.epoch)
+        if ended is None or member.voter not in ended.members or ended.version != record.committed:
+            return
+        if message.suspect_worker_id in {name for name, _ in ended.members}:
+            self._blame(message.suspect_worker_id, message.epoch, member)
+
+    def _likely_culprit(self, epoch: EpochState, accuser: Member) -> str:
+        """Whoever could not even connect names nobody: it will be the one who broke the epochs before."""
+        known = {name: len(self._run.blames.get(name, ())) for name, _ in epoch.members if name != accuser.worker_id}
+        worst = max(known, key=lambda name: (known[name], name), default="")
+        return worst if known.get(worst) else ""
 
     def query(self, member: Member, number: int) -> None:
         """Tell a member how an epoch ended. An open one is answered when it ends; silence means only that."""
@@ -130,7 +150,7 @@ class BoundaryDesk:
         run.period_seconds = run.now - run.committed_at if run.committed_at else 0.0
         run.epoch, run.gather, run.committed_at = None, None, run.now
         self._tie_at = NO_VERSION
-        self._run.blames.clear()
+        self._clear_blames({name for name, _ in voters})
         for member in list(run.live()):
             if member.voter in voters:
                 member.stand(Standing.APPLYING, run.now)
@@ -141,6 +161,16 @@ class BoundaryDesk:
             elif member.standing in (Standing.READY, Standing.APPLIED):
                 run.place(member)
         self._ended(epoch, COMMITTED, created, reason)
+
+    def _clear_blames(self, voters: set[str]) -> None:
+        """Who took part in a commit is cleared. Who was left out stays under suspicion: the next boundary that it
+        breaks goes on without it after one failed epoch."""
+        blames = self._run.blames
+        for name in list(blames):
+            if name in voters or len(blames[name]) < BLAMES_UNTIL_LEFT_OUT - 1:
+                del blames[name]
+            else:
+                blames[name] = set(sorted(blames[name])[1 - BLAMES_UNTIL_LEFT_OUT :])
 
     def _exclude(self, member: Member, number: int, result: Tally) -> None:
         reason = "its average differs from the majority's"

@@ -24,8 +24,12 @@ Endpoint = tuple[str, int]
 
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 # Offsets into struct tcp_info of Linux, stable since 4.6:
-# u32 tcpi_rtt in microseconds, u64 tcpi_bytes_acked, u64 tcpi_bytes_received.
+# u8 tcpi_retransmits and tcpi_probes of what is unanswered now, u32 tcpi_rtt in microseconds,
+# u64 tcpi_bytes_acked, u64 tcpi_bytes_received.
+_RETRANSMITS_OFFSET = 2
+_PROBES_OFFSET = 3
 _RTT_OFFSET = 68
 _BYTES_ACKED_OFFSET = 120
 _BYTES_RECEIVED_OFFSET = 128
@@ -202,6 +206,27 @@ class SocketSet:
                     found = "unknown"
                 in_force = in_force if found == wanted else found
         return in_force
+
+    def give_up_after(self, seconds: float) -> None:
+        """Let the system break a connection whose far end acknowledges nothing, or takes nothing, for so long.
+
+        Where the system cannot (it is not Linux), connections break as its own settings say.
+        """
+        with self._lock:
+            for each in self._sockets:
+                with contextlib.suppress(OSError):
+                    each.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, max(1, int(seconds * 1000)))
+
+    def unanswered(self) -> list[tuple[Endpoint, Endpoint]]:
+        """Return the pairs of those connections on which something was sent again and again without an answer."""
+        found = []
+        with self._lock:
+            for each, pair in zip(self._sockets, self._pairs, strict=False):
+                with contextlib.suppress(OSError):
+                    info = each.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+                    if len(info) > _PROBES_OFFSET and max(info[_RETRANSMITS_OFFSET], info[_PROBES_OFFSET]) > 1:
+                        found.append(pair)
+        return found
 
     def bytes_received(self) -> int:
         """Return payload and control bytes that arrived on all sockets; 0 where the system does not say."""

@@ -204,7 +204,7 @@ class Agent:
             return
         self._closed = True
         self._context.standing.update(ready=False)
-        self._groups.drop(reason)
+        self._groups.close(reason)
         self._donors.close(reason)
         self._reporter.close()
         self._orders.close()

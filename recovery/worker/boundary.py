@@ -140,9 +140,10 @@ class Boundary:
         except (RuntimeError, RecoveryError) as error:
             # gloo raises RuntimeError for a dead peer, a closed socket and a timeout alike. The buffers of this epoch
             # may still be written by abandoned operations: the group and the buffers go.
+            suspect = self._groups.suspect(roster)
             self._groups.drop(f"epoch {roster.epoch} failed: {error}")
             logger.info("%s: averaging in epoch %d failed: %s", self._context.worker, roster.epoch, error)
-            self._epochs.fail(roster.epoch, _in_a_few_words(error))
+            self._epochs.fail(roster.epoch, _in_a_few_words(error), suspect)
             self._obey(self._epochs.outcome(roster.epoch))
             # Committed by the others although this worker could not finish: it missed the commit.
             self._trainee.replace_state(f"epoch {roster.epoch} committed without this worker")

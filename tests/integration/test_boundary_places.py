@@ -30,6 +30,22 @@ def test_worker_is_hit(tmp_path: Path, fault: Fault, places: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
+    "place", ["averaging", *(pytest.param(p, marks=pytest.mark.chaos) for p in PLACES if p != "averaging")]
+)
+def test_data_path_is_cut(tmp_path: Path, place: str) -> None:
+    """Letters arrive, payload does not: nobody stands until the boundary's own timeout, which is a minute here.
+
+    Field report: pytorch/torchft#35 (survivors wait for the timeout).
+    """
+    plan = {"module": "tests.support.deaf_worker"}
+    with Scene(tmp_path, 3, progress_timeout_seconds=3.0, plan=plan) as scene:
+        scene.average_together()
+        scene.data_case("w1", place)
+        reasons = scene.reasons_of_aborts()
+        assert any("the averaging broke off" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
     ("fault", "places"),
     [(Fault.KILL, PLACES[1::3]), (Fault.STOP, PLACES[2::3]), (Fault.CUT, PLACES[0::3])],
     ids=lambda value: value.value if isinstance(value, Fault) else "-".join(value),

@@ -57,6 +57,8 @@ class Fault(enum.Enum):
     """SIGSTOP, and SIGCONT once the others went on."""
     CUT = "cut"
     """Every byte to and from the coordinator vanishes, and nobody is told."""
+    CUT_DATA = "cut-data"
+    """Every packet of the group that averages vanishes at the victim, and nobody is told; its letters arrive."""
 
 
 def step_of(version: str) -> int:
@@ -108,8 +110,18 @@ class Scene:
     ``hit`` and ``heal`` deal with one victim at a time; the victim's name stays the same when its process is replaced.
     """
 
-    def __init__(self, folder: Path, size: int, *, coordinator_options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *,
+        coordinator_options: tuple[str, ...] = (),
+        progress_timeout_seconds: float = 5.0,
+        plan: dict[str, Any] | None = None,
+    ) -> None:
         self._folder = folder
+        self._plan: dict[str, Any] = {} if plan is None else plan
+        self._progress_timeout_seconds = progress_timeout_seconds
         self._size = size
         self._stack = ExitStack()
         self._fleet = Fleet(folder, *coordinator_options)
@@ -137,13 +149,26 @@ class Scene:
     def start(self, name: str) -> Worker:
         """Start a process of that name; the one before it, if any, has ended."""
         self._starts += 1
-        agent: dict[str, Any] = {"coordinator": str(self._proxies[name].address), "inner_steps_per_phase": INNER_STEPS}
-        worker = self._fleet.worker(name, seed=self._starts, agent=agent, step_seconds=STEP_SECONDS)
+        agent: dict[str, Any] = {
+            "coordinator": str(self._proxies[name].address),
+            "inner_steps_per_phase": INNER_STEPS,
+            "progress_timeout_seconds": self._progress_timeout_seconds,
+            "boundary_timeout_seconds": 600.0,  # nothing that a test waits for is freed by it
+        }
+        plan = {"step_seconds": STEP_SECONDS, **self._plan}
+        worker = self._fleet.worker(name, seed=self._starts, agent=agent, **plan)
         self.workers[name] = worker
         return worker
 
     def others(self, name: str) -> list[Worker]:
         return [worker for other, worker in self.workers.items() if other != name]
+
+    def average_together(self) -> None:
+        """Return once everybody took part in one commit: all of them have the connections of one group."""
+        until(
+            lambda: bool(set.intersection(*({m["epoch"] for m in commits(w)} for w in self.workers.values()))),
+            "all workers averaged together",
+        )
 
     def stand_at(self, name: str, place: str) -> Worker:
         """Return the worker once it stands still at a place of its next boundary."""
@@ -174,6 +199,8 @@ class Scene:
                 proxy.cut()
                 worker.command(do="go_on")
                 until(lambda: proxy.swallowed > before, f"{name} felt that it is cut off")
+            case Fault.CUT_DATA:
+                raise AssertionError("a data path is cut by ``data_case``")
 
     def heal(self, name: str, fault: Fault) -> None:
         """End the fault: another process of the same name, or the same one goes on."""
@@ -186,6 +213,22 @@ class Scene:
                 worker.signal(signal.SIGCONT)
             case Fault.CUT:
                 self._proxies[name].mend()
+            case Fault.CUT_DATA:
+                raise AssertionError("a cut data path heals with the next group")
+
+    def data_case(self, name: str, place: str) -> None:
+        """Cut the connections of one worker's group at a place: the epoch fails, and all go on on a new group."""
+        worker = self.workers[name]
+        reached = max(newest(each) for each in self.workers.values())
+        since = len(worker.heard)
+        plan = {"event": "BoundaryStage", "when": {"stage": place}, "cut": True}
+        worker.command(do="halt", plan=plan)
+        cut = worker.wait_said("data_cut", since=since)
+        assert cut["connections"] == self._size - 1, f"{name} averages with {cut['connections']} others"
+        worker.wait_said("dropped", since=since)
+        for each in self.workers.values():
+            wait_commit(each, reached + AWAY_STEPS)
+        self.all_go_on()
 
     def worker_case(self, name: str, place: str, fault: Fault) -> None:
         """Hit one worker at a place: the others go on without it, it comes back, and everybody holds the same."""
@@ -235,6 +278,8 @@ class Scene:
             case Fault.CUT:
                 for proxy in self._proxies.values():
                     proxy.cut()
+            case Fault.CUT_DATA:
+                raise AssertionError("a coordinator has no data path")
         return noticed
 
     def _wait_for_losses(self, workers: list[Worker], before: dict[str, int]) -> None:
@@ -256,6 +301,8 @@ class Scene:
             case Fault.CUT:
                 for proxy in self._proxies.values():
                     proxy.mend()
+            case Fault.CUT_DATA:
+                raise AssertionError("a coordinator has no data path")
 
     @staticmethod
     def _losses(worker: Worker) -> int:
@@ -269,6 +316,11 @@ class Scene:
         for worker in self.workers.values():
             wait_commit(worker, reached + 1)
         self.assert_one_history()
+
+    def reasons_of_aborts(self) -> list[str]:
+        """Return why the coordinator ended epochs without a commit."""
+        log = (self._folder / "coordinator.log").read_text(errors="replace")
+        return [line for line in log.splitlines() if line.startswith("EpochEnded") and '"aborted"' in line]
 
     def assert_one_history(self) -> None:
         """Everything that any process, dead or alive, ever held at a version is the same; there is one lineage."""

@@ -221,6 +221,66 @@ def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
     assert script.sealed == Version(2, 2)
 
 
+def break_epoch(script: Script, names: str, version: Version, *accusers: tuple[str, str]) -> int:
+    """All arrive, and the averaging fails: each accuser names its suspect. Returns the epoch."""
+    script.arrive(*names, at=version)
+    epoch = script.roster(names[0]).epoch
+    failed = failure(common_pb2.NEXT_ACTION_OTHER_DONOR)
+    for name, suspect in accusers:
+        script.say(name, coordinator_pb2.EpochFailure(epoch=epoch, failure=failed, suspect_worker_id=suspect))
+    return epoch
+
+
+def test_a_member_whose_path_is_broken_is_left_out_and_the_next_boundaries_cost_one_epoch() -> None:
+    """Field report: learning-at-home/hivemind#415 and pytorch/torchft#63, one bad member keeps all from committing."""
+    script = Script()
+    version = script.start("a", "b", "v")
+    # The victim itself is the first to report, and cannot say whom it does not reach: all of them.
+    break_epoch(script, "abv", version, ("v", ""), ("a", "v"))
+    # From then on nobody even connects, and nobody knows to whom it did not: it will be the same one.
+    break_epoch(script, "abv", version, ("b", ""))
+    break_epoch(script, "abv", version, ("a", ""))
+    script.arrive("a", "b", "v", at=version)
+    roster = script.roster("a")
+    assert [member.worker.worker_id for member in roster.members] == ["a", "b"]
+    script.vote("a", "b", epoch=roster.epoch, at=version)
+    version = version.next()
+    script.applied("a", version, epoch=roster.epoch)
+    script.applied("b", version, epoch=roster.epoch)
+    # It takes the state from its peers and is back; its path is still broken: one epoch tells.
+    script.received("v", script.ticket("v"))
+    break_epoch(script, "abv", version, ("a", ""))
+    script.arrive("a", "b", "v", at=version)
+    roster = script.roster("a")
+    assert [member.worker.worker_id for member in roster.members] == ["a", "b"]
+    script.vote("a", "b", epoch=roster.epoch, at=version)
+    version = version.next()
+    script.applied("a", version, epoch=roster.epoch)
+    script.applied("b", version, epoch=roster.epoch)
+    # Mended: it takes part, and is cleared.
+    script.received("v", script.ticket("v"))
+    script.step("a", "b", "v", at=version)
+    version = version.next()
+    break_epoch(script, "abv", version, ("a", "v"))
+    script.arrive("a", "b", "v", at=version)
+    assert len(script.roster("a").members) == 3
+
+
+def test_blame_for_another_boundary_or_from_a_stranger_counts_for_nothing() -> None:
+    script = Script()
+    version = script.start("a", "b", "v")
+    for _ in range(3):
+        epoch = break_epoch(script, "abv", version, ("a", ""))
+        failed = failure(common_pb2.NEXT_ACTION_OTHER_DONOR)
+        script.attach("x")
+        for number in (epoch + 1000, 0):
+            script.say("b", coordinator_pb2.EpochFailure(epoch=number, failure=failed, suspect_worker_id="v"))
+        script.say("x", coordinator_pb2.EpochFailure(epoch=epoch, failure=failed, suspect_worker_id="v"))
+        script.say("b", coordinator_pb2.EpochFailure(epoch=epoch, failure=failed, suspect_worker_id="b"))
+    script.arrive("a", "b", "v", at=version)
+    assert len(script.roster("a").members) == 3
+
+
 def test_a_lost_worker_is_forgotten_in_time_and_counted() -> None:
     script = Script(forget_after_seconds=60.0)
     script.start("a", "b", "c")
