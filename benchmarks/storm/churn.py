@@ -50,7 +50,7 @@ def _join(fleet: Fleet, name: str) -> float:
     """Start a new worker; return, once it has committed, how long that took."""
     began, step = time.monotonic(), fleet.timeline.newest_step()
     fleet.start_worker(name)
-    fleet.until(lambda: fleet.timeline.commit_beyond(name, step) is not None, f"{name} commits")
+    fleet.until(lambda: fleet.timeline.commit_beyond(step, name) is not None, f"{name} commits")
     fleet.timeline.joins.append((time.monotonic(), name, "joined"))
     return time.monotonic() - began
 

@@ -49,16 +49,13 @@ class Weather:
 
     def _follow(self, fault: Fault) -> None:
         """Note the run's and the victim's first commits."""
-        fleet = self._fleet
+        timeline = self._fleet.timeline
         if fault.resumed_at is None:
-            later = [c.at for c in fleet.timeline.commits[-16:] if c.at > fault.struck_at]
-            fault.resumed_at = min(later, default=None)
+            fault.resumed_at = timeline.commit_beyond(fault.struck_step)
         if fault.healed_at is None or fault.back_at is not None:
             return
-        if fault.victim == COORDINATOR:
-            fault.back_at = fault.resumed_at
-        else:
-            fault.back_at = fleet.timeline.commit_beyond(fault.victim, fault.healed_step)
+        victim = "" if fault.victim == COORDINATOR else fault.victim
+        fault.back_at = timeline.commit_beyond(fault.healed_step, victim)
         if fault.back_at is not None:
             self._tell(f"{fault.kind} of {fault.victim}: back after {fault.back_at - fault.struck_at:.1f} s")
 
@@ -74,6 +71,7 @@ class Weather:
             victim=victim,
             due_at=began + strike.at,
             struck_at=now,
+            struck_step=fleet.timeline.newest_step(),
             lasts=strike.lasts,
         )
         fleet.timeline.faults.append(fault)

@@ -14,6 +14,8 @@ class Fault:
     victim: str
     due_at: float
     struck_at: float
+    struck_step: int = 0
+    """The run's newest outer step when the fault struck."""
     lasts: float
     healed_at: float | None = None
     healed_step: int = 0
@@ -106,9 +108,9 @@ class Timeline:
         """Return the newest committed outer step; 0: none."""
         return max((outer_step(commit.version) for commit in self.commits), default=0)
 
-    def commit_beyond(self, worker: str, step: int) -> float | None:
-        """Return when a worker first committed a later outer step than ``step``; None: it has not."""
-        found = (c.at for c in self.commits if c.worker == worker and outer_step(c.version) > step)
+    def commit_beyond(self, step: int, worker: str = "") -> float | None:
+        """Return when a worker (empty: any) first committed a later outer step than ``step``; None: not yet."""
+        found = (c.at for c in self.commits if worker in ("", c.worker) and outer_step(c.version) > step)
         return next(found, None)
 
     def steps_within(self) -> list[tuple[float, str, float]]:
