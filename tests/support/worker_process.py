@@ -10,11 +10,16 @@ Says what happens as JSON lines on standard output, obeys JSON lines on standard
   thread it happens on says ``halted`` and stands still until ``go_on`` is commanded. A victim is hit there, so that the
   test knows where it was.
 
+- ``gate``: before this inner step of each phase the training thread says ``at_gate`` and stands still until the outer
+  step that the phase leads to was passed: the test decides when boundaries take place, not the clock;
+- ``report_arrivals``: say ``arrived`` with all bytes verified so far in this process's transfers, as they come;
 - ``skew``: from this outer step of lineage 1 on the worker's averages differ from everybody else's in one bit;
   ``skew_size``: only in rosters of at least so many.
 
 Commands: ``{"do": "go_on"}``, ``{"do": "finish"}`` (after the present boundary), ``{"do": "flip", "names": n}``,
-``{"do": "halt", "plan": {...}}`` (a new halt, in place of the one before).
+``{"do": "halt", "plan": {...}}`` (a new halt, in place of the one before), ``{"do": "pass", "outer_step": n}`` (gates
+are open up to the boundary that leads to outer step n), ``{"do": "hear_seal", "outer_step": n}`` (says ``seal_heard``
+once this worker knows of it).
 """
 
 from __future__ import annotations
@@ -90,6 +95,45 @@ class Halt:
             self._go_on.wait()
 
 
+class Gate:
+    """Where a training thread stands, between two inner steps, until the test lets it pass."""
+
+    def __init__(self, voice: Voice) -> None:
+        self._voice = voice
+        self._changed = threading.Condition()
+        self._passed = 0
+
+    def let_pass(self, outer_step: int) -> None:
+        """Open up to the boundary that leads to ``outer_step``."""
+        with self._changed:
+            self._passed = max(self._passed, outer_step)
+            self._changed.notify_all()
+
+    def stand(self, agent: Agent, inner_step: int) -> None:
+        """Return once the present phase's boundary may take place."""
+        self._voice.say("at_gate", version=agent.version, inner_step=inner_step)
+        with agent.standing(), self._changed:
+            self._changed.wait_for(lambda: self._passed > agent.version.outer_step)
+
+
+def report_arrivals(agent: Agent, voice: Voice) -> None:
+    """Say how many bytes are verified, whenever that grew; for ever."""
+    peers, session, before, said = agent._chain._peers, None, 0, 0
+    look = threading.Event()
+    while not look.wait(0.02):
+        now = peers._session
+        try:
+            if now is not session:
+                before += 0 if session is None else session.machine.verified_bytes
+                session = now
+            total = before + (0 if session is None else session.machine.verified_bytes)
+        except RuntimeError:
+            continue  # a manifest came while it was summed
+        if total > said:
+            said = total
+            voice.say("arrived", num_bytes=total)
+
+
 class SkewedAverager(Averager):
     """Differs from everybody else in one bit, as a worker does whose memory or processor fails while it averages."""
 
@@ -138,6 +182,13 @@ def main(plan: dict[str, Any]) -> int:
     halt = Halt(voice, plan.get("halt"))
     toy = Toy(int(plan["hidden"]), int(plan["seed"]))
     finish = threading.Event()
+    gate = Gate(voice)
+
+    def hear_seal(outer_step: int) -> None:
+        look = threading.Event()
+        while agent._context.inbox.sealed.outer_step < outer_step:
+            look.wait(0.01)
+        voice.say("seal_heard", outer_step=outer_step)
 
     def listen() -> None:
         pending = b""
@@ -149,6 +200,10 @@ def main(plan: dict[str, Any]) -> int:
                         halt.release()
                     case {"do": "halt", "plan": dict(armed)}:
                         halt.arm(armed)
+                    case {"do": "pass", "outer_step": int(outer_step)}:
+                        gate.let_pass(outer_step)
+                    case {"do": "hear_seal", "outer_step": int(outer_step)}:
+                        threading.Thread(target=hear_seal, args=(outer_step,), daemon=True).start()
                     case {"do": "finish"}:
                         finish.set()
                     case {"do": "flip", "names": list(names)}:
@@ -159,6 +214,8 @@ def main(plan: dict[str, Any]) -> int:
     threading.Thread(target=listen, daemon=True).start()
     config = AgentConfig(**plan["agent"], security=SecurityConfig(**plan.get("security", {})))
     agent = Agent(toy.state, config, events=halt)
+    if plan.get("report_arrivals"):
+        threading.Thread(target=report_arrivals, args=(agent, voice), daemon=True).start()
     if "skew" in plan:
         agent._averager = SkewedAverager(agent, int(plan["skew"]), int(plan.get("skew_size", 1)))
     try:
@@ -181,6 +238,8 @@ def main(plan: dict[str, Any]) -> int:
                             parts=parts_digest(agent, toy),
                             next_rates=toy.next_learning_rates(20),
                         )
+                    if inner_step == plan.get("gate"):
+                        gate.stand(agent, inner_step)
                     began = time.monotonic()
                     loss = toy.inner_step()
                     agent.count_tokens(8)
