@@ -20,4 +20,4 @@ def test_a_failed_checkpoint_is_a_trouble_until_one_succeeds() -> None:
     assert len(standing.read().trouble) <= 300
     sink(CheckpointSaved(url="file:///x", cut=Cut(Version(1, 2)), num_bytes=1, took_seconds=0.1))
     assert standing.read().trouble == ""
-    assert [type(event) for event in user.events] == [CheckpointSaveFailed, CheckpointSaved]
+    assert [type(event) for event in user.events] == [CheckpointSaveFailed, CheckpointSaveFailed, CheckpointSaved]
