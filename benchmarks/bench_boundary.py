@@ -1,11 +1,11 @@
-"""What a committed boundary costs beside its bare average: arrival and roster, vote, publication; two workers.
+"""What a committed boundary costs beside its bare average, and how soon a run commits again after a fault.
 
-    python -m benchmarks.bench_boundary --boundaries 30
+    python -m benchmarks.bench_boundary --boundaries 30 --quiet
 
 On loopback, and (as root) with round trips of 80 ms between the workers and to the coordinator. The average is timed by
 itself within the same boundaries: same processes, same group, same tensors. Digests and the seal of a step fall into
 the following phase, as in training; what of them is left at the next boundary is counted under ``check`` and
-``roster``.
+``roster``. Faults: see ``boundary_faults``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.boundary_faults import measure
 from benchmarks.machine import facts
 from recovery.types import MIB
 from tests.support.processes import ChildProcess
@@ -91,39 +92,90 @@ def row(where: str, num_bytes: int, found: list[dict[str, float]]) -> dict[str, 
     return told
 
 
-def main() -> int:
-    """Measure, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--boundaries", type=int, default=30)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    options = parser.parse_args()
+def loopback(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure on loopback, for each size."""
     rows = []
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as folder:
             hosts = dict.fromkeys(("hub", "a", "b"), "127.0.0.1")
             found = boundaries(Path(folder), hosts, lambda _: [], megabytes * MIB, options.boundaries)
             rows.append(row("loopback", megabytes * MIB, found))
+    return rows
+
+
+def far_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure with round trips of 80 ms, half on each side; the rate is unlimited: what is looked at is latency."""
+    with (
+        emulated({"hub": {}, "a": {}, "b": {}}, every={"rtt": "80ms"}) as wan,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        hosts = {name: wan.address(name) for name in ("hub", "a", "b")}
+        num_bytes = options.megabytes[0] * MIB
+        found = boundaries(Path(folder), hosts, lambda n: list(wan.prefix(n)), num_bytes, options.boundaries)
+        return [row("80 ms round trips", num_bytes, found)]
+
+
+def write(record: dict[str, Any]) -> Path:
+    """Write the record as JSON and as Markdown; return the latter's path."""
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / f"boundary-{str(record['machine']['date'])[:16].replace(':', '')}"
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    lines = ["# What a boundary costs beside its bare average", "", *table(record["rows"])]
+    if record["skipped"]:
+        lines += ["", f"80 ms round trips: skipped: {record['skipped']}"]
+    lines += ["", "# How soon a run commits again after a fault", "", *table(record["faults"])]
+    lines += [
+        "",
+        "Seconds by which the next commit was later than due, from the moment at which the failure was known.",
+    ]
+    facts_line = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
+    lines += ["", f"Machine: {facts_line}. {record['quiet']}"]
+    path = stem.with_suffix(".md")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return rows as a Markdown table; the medians of the parts are columns of their own."""
+    flat = [{**{k: v for k, v in row.items() if k != "medians_ms"}, **row.get("medians_ms", {})} for row in rows]
+    if not flat:
+        return ["Not measured in this run."]
+    header = list(flat[0])
+    body = ["| " + " | ".join(str(row[name]) for name in header) + " |" for row in flat]
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *body]
+
+
+def main() -> int:
+    """Measure, print, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--boundaries", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3, help="of each fault")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--only", choices=("loopback", "wan", "faults"), action="append", help="leave the others out")
+    parser.add_argument("--quiet", action="store_true", help="note in the record that nothing else ran")
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    options = parser.parse_args()
+    wanted = options.only or ["loopback", "wan", "faults"]
     skipped = why_not_permitted()
-    if skipped:
-        print(f"80 ms: skipped: {skipped}")
-    else:
-        # Half of the round trip on each side. Unlimited rate: what is looked at is latency.
-        with (
-            emulated({"hub": {}, "a": {}, "b": {}}, every={"rtt": "80ms"}) as wan,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            hosts = {name: wan.address(name) for name in ("hub", "a", "b")}
-            num_bytes = options.megabytes[0] * MIB
-            found = boundaries(Path(folder), hosts, lambda n: list(wan.prefix(n)), num_bytes, options.boundaries)
-            rows.append(row("80 ms round trips", num_bytes, found))
-    if not options.no_record:
-        machine = facts()
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"boundary-{str(machine['date'])[:16].replace(':', '')}.json"
-        record = {"benchmark": "boundary", "machine": machine, "skipped": skipped, "rows": rows}
-        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        print(path)
+    record: dict[str, Any] = {
+        "benchmark": "boundary",
+        "machine": facts(),
+        "quiet": "Nothing else ran." if options.quiet else "The machine may have had other work.",
+        "skipped": skipped,
+        "rows": [],
+        "faults": [],
+    }
+    for part in wanted:
+        if part == "loopback":
+            record["rows"] += loopback(options)
+        elif part == "wan" and skipped:
+            print(f"80 ms: skipped: {skipped}")
+        elif part == "wan":
+            record["rows"] += far_apart(options)
+        else:
+            record["faults"] = measure(options.repeats)
+        if not options.no_record:
+            print(write(record))
     return 0
 
 

@@ -15,10 +15,12 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
+
+from torch import Tensor
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.clock import Clock, SystemClock
@@ -340,13 +342,17 @@ class Agent:
         """
         return self._context.snapshots.standing()
 
-    def before_outer_update(self) -> None:
+    def before_outer_update(self, averaged: Sequence[Tensor] | None = None) -> None:
         """Save what readers still need of the outer state, which may be overwritten from here on.
-        self._checkpoints.foresee(self.version.next())
 
-        The outer optimizer's ``step`` says so by itself; needed by loops that write outer parameters in other ways.
+        The outer optimizer's ``step`` says so by itself; needed by loops that write outer parameters in other ways, and
+        by those that have ``averaged``, the averages that they are about to apply, kept for workers that catch up:
+        without them a joiner whose outer copy takes longer than a phase does not get in. Between this call and
+        ``publish`` the averages should not be written; if they are, the next ones are copied.
         """
         self._context.snapshots.before_outer_update()
+        if averaged is not None:
+            self._context.snapshots.journal.begin([tensor.detach() for tensor in averaged])
 
     def publish(self, outer_step: int, *, run_tokens: int = 0) -> Version:
         """Make the state in memory the run's next version; return the version that this worker stands at afterwards.
@@ -379,6 +385,7 @@ class Agent:
             self.poison(f"the run did not take the state that this worker published as {version}")
             self._recover(f"published another {version}", ask=False)
             return self.version
+        context.snapshots.journal.record(version, run_tokens)
         context.standing.update(version=version, fingerprint=fingerprint)
         self._begin_phase(late=False)
         self._checkpoints.consider(version, kept)

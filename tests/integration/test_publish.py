@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.boundary_faults import INNER_STEPS, REPLICATED, STEP_SECONDS
+from tests.support.boundary_faults import INNER_STEPS, REPLICATED, STEP_SECONDS, step_of
 from tests.support.fleet import Fleet, Worker
 
 pytestmark = pytest.mark.timeout(300)
 """Several processes start in each test: a busy machine needs its time."""
 
 
-def publishers(fleet: Fleet, folder: Path, size: int, **damage: int) -> list[Worker]:
+def publishers(fleet: Fleet, folder: Path, size: int, outer_steps: int = 4, **damage: int) -> list[Worker]:
     plan: dict[str, Any] = {
         "module": "tests.support.publisher_process",
         "agent": {"inner_steps_per_phase": INNER_STEPS},
         "step_seconds": STEP_SECONDS,
-        "outer_steps": 4,
+        "outer_steps": outer_steps,
         "size": size,
         "meeting": str(folder / "meeting"),
     }
@@ -58,3 +58,24 @@ def test_who_publishes_another_state_takes_the_majoritys(tmp_path: Path) -> None
         assert "L1.k2" in restored
         others = [m["version"] for w in (workers[0], workers[2]) for m in w.heard if m.get("event") == "StateRestored"]
         assert "L1.k2" not in others
+
+
+def test_a_joiner_catches_up_by_the_averages_that_publishers_keep(tmp_path: Path) -> None:
+    """The run moves on while the joiner holds only its base: nobody waits, and it replays what it missed."""
+    with Fleet(tmp_path) as fleet:
+        workers = publishers(fleet, tmp_path, 2, outer_steps=100)
+        workers[0].wait_boundary(1)
+        agent: dict[str, Any] = {"inner_steps_per_phase": INNER_STEPS}
+        joiner = fleet.worker("w9", seed=9, agent=agent, step_seconds=STEP_SECONDS, halt={"event": "BaseRestored"})
+        base = step_of(joiner.wait_said("halted")["version"])
+        workers[0].wait_boundary(base + 1)
+        joiner.command(do="go_on")
+        assert step_of(joiner.wait_event("CommitReplayed")["version"]) == base + 1
+        joined = joiner.wait_said("joined")
+        assert step_of(joined["version"]) > base
+        for worker in workers:
+            held = worker.wait(
+                lambda m: m["say"] == "boundary" and m["version"] == joined["version"], "the same version"
+            )
+            assert [part for part in REPLICATED if held["parts"][part] != joined["parts"][part]] == []
+        assert [m for m in joiner.heard if m.get("event") == "CatchUpRebased"] == []

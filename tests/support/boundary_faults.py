@@ -14,11 +14,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from recovery.control.operator_client import OperatorClient
 from recovery.types import Address
 from tests.support.cut_proxy import CutProxy
 from tests.support.fleet import WAIT_SECONDS, Fleet, Worker
@@ -170,6 +171,10 @@ class Scene:
             "all workers averaged together",
         )
 
+    def operator(self) -> AbstractContextManager[OperatorClient]:
+        """A client of the run's operations."""
+        return self._fleet.operator()
+
     def stand_at(self, name: str, place: str) -> Worker:
         """Return the worker once it stands still at a place of its next boundary."""
         worker = self.workers[name]
@@ -244,25 +249,25 @@ class Scene:
     def coordinator_case(self, name: str, place: str, fault: Fault) -> None:
         """Hit the coordinator while one worker stands at a place; it comes back, and everybody goes on."""
         worker = self.stand_at(name, place)
-        noticed = self._hit_coordinator(fault)
+        noticed = self.hit_coordinator(fault)
         worker.command(do="go_on")
-        self._wait_for_losses(list(self.workers.values()), noticed)
-        self._heal_coordinator(fault)
+        self.wait_for_losses(list(self.workers.values()), noticed)
+        self.heal_coordinator(fault)
         self.all_go_on()
 
     def joint_case(self, name: str, place: str, fault: Fault) -> None:
         """Hit one worker at a place, and the coordinator by a kill at the same moment."""
         reached = max(newest(worker) for worker in self.workers.values())
         self.hit(name, place, fault)
-        noticed = self._hit_coordinator(Fault.KILL)
-        self._wait_for_losses(self.others(name), noticed)
-        self._heal_coordinator(Fault.KILL)
+        noticed = self.hit_coordinator(Fault.KILL)
+        self.wait_for_losses(self.others(name), noticed)
+        self.heal_coordinator(Fault.KILL)
         for worker in self.others(name):
             wait_commit(worker, reached + AWAY_STEPS)
         self.heal(name, fault)
         self.all_go_on()
 
-    def _hit_coordinator(self, fault: Fault) -> dict[str, int]:
+    def hit_coordinator(self, fault: Fault) -> dict[str, int]:
         """Let a fault meet the coordinator; return how often each worker had lost it before."""
         noticed = {each.name: self._losses(each) for each in self.workers.values()}
         coordinator = self._fleet.coordinator
@@ -282,7 +287,7 @@ class Scene:
                 raise AssertionError("a coordinator has no data path")
         return noticed
 
-    def _wait_for_losses(self, workers: list[Worker], before: dict[str, int]) -> None:
+    def wait_for_losses(self, workers: list[Worker], before: dict[str, int]) -> None:
         for each in workers:
             lost_again = functools.partial(self._lost_more_than, each, before[each.name])
             until(lost_again, f"{each.name} lost the coordinator")
@@ -290,7 +295,7 @@ class Scene:
     def _lost_more_than(self, worker: Worker, times: int) -> bool:
         return self._losses(worker) > times
 
-    def _heal_coordinator(self, fault: Fault) -> None:
+    def heal_coordinator(self, fault: Fault) -> None:
         coordinator = self._fleet.coordinator
         assert coordinator is not None
         match fault:

@@ -46,6 +46,7 @@ def main(plan: dict[str, Any]) -> int:
                     for gradient in gradients:
                         dist.all_reduce(gradient)
                         gradient.div_(int(plan["size"]))
+                agent.before_outer_update(gradients)
                 toy.apply(gradients)
                 following = agent.version.outer_step + 1
                 if following == plan.get("damage"):

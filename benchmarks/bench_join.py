@@ -1,0 +1,401 @@
+"""How long a worker takes from the start of its process to its first useful step, and what that costs the others.
+
+    python -m benchmarks.bench_join --part links        # state sizes and link rates on loopback
+    python -m benchmarks.bench_join --part survivors    # the others' boundaries while somebody catches up, against idle
+    python -m benchmarks.bench_join --part wan          # 200 Mbit/s with 80 ms (as root)
+
+Real worker processes whose inner steps are paced: a phase takes ``--period`` seconds. Rates are a cap. Each part
+writes a record of its own. ``join_model`` holds the formula whose predictions stand beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.join_model import PHASES, Constants, Join, predict, read
+from benchmarks.machine import facts
+from recovery.control.operator_client import OperatorClient
+from recovery.control.security import SecurityConfig
+from recovery.types import Address
+from tests.support.processes import ChildProcess
+from tests.support.wan import emulated, why_not_permitted
+
+RESULTS = Path(__file__).parent / "results"
+MEGABYTE = 1_000_000
+RUN = "bench"
+STEPS = 16
+QUIET_PERCENT = 10.0
+_START_SECONDS = 90.0
+_LONGEST_SECONDS = 150.0
+
+Prefix = Callable[[str], list[str]]
+
+
+class Worker:
+    """A worker process, and a thread that keeps what it says."""
+
+    def __init__(self, name: str, plan: dict[str, Any], prefix: list[str]) -> None:
+        self.name = name
+        self.spawned = time.monotonic()
+        self._child = ChildProcess(["-m", "benchmarks.join_worker", json.dumps(plan)], prefix=prefix)
+        self.said: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(AssertionError):  # it was ended, or said nothing for very long
+            while True:
+                line = json.loads(self._child.line("{", _LONGEST_SECONDS))
+                with self._changed:
+                    self.said.append(line)
+                    self._changed.notify_all()
+
+    def wait(self, what: str, count: int = 1, *, after: float = 0.0) -> dict[str, Any]:
+        """Return the ``count``-th line of a kind that was said after a moment."""
+
+        def found() -> list[dict[str, Any]]:
+            return [m for m in self.said if m["what"] == what and m["at"] > after]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(found()) >= count, _LONGEST_SECONDS):
+                raise RuntimeError(f"{self.name} never said {what!r} {count} times: {self.said[-5:]}")
+            return found()[count - 1]
+
+    def boundaries(self) -> list[dict[str, Any]]:
+        return [m for m in self.said if m["what"] == "boundary"]
+
+    def close(self) -> None:
+        self._child.close()
+        self._reader.join()
+
+
+class Run:
+    """A coordinator and two workers that train: ``w0``, which serves, and ``w1``, which does not."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, hosts: dict[str, str], prefix: Prefix, megabytes: int, period: float
+    ) -> None:
+        self._hosts, self._prefix, self._period = hosts, prefix, period
+        self.param_bytes = megabytes * MEGABYTE
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        port_file = folder / "port"
+        coordinator = ChildProcess(
+            [
+                *("-m", "recovery.cli.main", "coordinator", "--run-id", RUN, "--new-run", "--insecure"),
+                *("--listen", f"{hosts['hub']}:0", "--port-file", str(port_file), "--state-dir", str(folder / "state")),
+                *("--expected-workers", "2"),
+            ],
+            prefix=prefix("hub"),
+        )
+        stack.callback(coordinator.close)
+        coordinator.line("coordinator of run", _START_SECONDS)
+        self.address = port_file.read_text().strip()
+        self._number = 0
+        self.survivors = [self.start(host) for host in ("donor", "bystander")]
+        for survivor in self.survivors:
+            stack.callback(survivor.close)
+        for survivor in self.survivors:
+            survivor.wait("boundary", 2)
+
+    def start(self, host: str) -> Worker:
+        """Start a worker in a host."""
+        number, self._number = self._number, self._number + 1
+        agent = {
+            "coordinator": self.address,
+            "run_id": RUN,
+            "worker_id": f"w{number}",
+            "data_host": self._hosts[host],
+            "inner_steps_per_phase": STEPS,
+            "recover_timeout_seconds": 120.0,
+        }
+        plan = {
+            "num_bytes": self.param_bytes,
+            "seed": number,
+            "step_seconds": self._period / STEPS,
+            "agent": agent,
+        }
+        return Worker(f"w{number}", plan, self._prefix(host))
+
+    @contextlib.contextmanager
+    def operator(self) -> Iterator[OperatorClient]:
+        client = OperatorClient(Address.parse(self.address), SecurityConfig(insecure=True), run_id=RUN)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def cap(self, bytes_per_second: int) -> None:
+        """Let only ``w0`` serve, at this rate; 0: no cap."""
+        with self.operator() as operator:
+            operator.set_rate("w0", bytes_per_second)
+            operator.drain("w1")
+
+    def join(self) -> Join:
+        """Start a worker, wait for its first inner step, end it; return its phases."""
+        joiner = self.start("joiner")
+        try:
+            at = joiner.wait("StateRestored")["at"]
+            joiner.wait("step", after=at)
+            said = list(joiner.said)
+        finally:
+            joiner.close()
+        return read(joiner.spawned, said, [m["at"] for m in self.survivors[1].boundaries()])
+
+    @property
+    def period(self) -> float:
+        """The survivors' period, as it is."""
+        times = [m["at"] for m in self.survivors[0].boundaries()]
+        return float(statistics.median(b - a for a, b in itertools.pairwise(times)))
+
+
+def constants_of(joins: list[Join]) -> Constants:
+    """Return what the smallest state's joins took, whose bytes cost next to nothing."""
+
+    def median(*phases: str) -> float:
+        return statistics.median(sum(join.seconds[phase] for phase in phases) for join in joins)
+
+    return Constants(
+        start_up=median("start-up"),
+        attach=median("attach"),
+        conversation=median("private", "base"),
+        admission=median("admission"),
+    )
+
+
+def row_of(run: Run, joins: list[Join], constants: Constants, rate: float, capped: str) -> dict[str, Any]:
+    """Return one line of the table: medians beside predictions."""
+    params = run.param_bytes
+    for join in joins:
+        join.predicted = predict(
+            join, constants, outer=2 * params, private=2 * params, entry=params, rate=rate, period=run.period
+        )
+    row = {
+        "outer_bytes": 2 * params,
+        "private_bytes": 2 * params,
+        "entry_bytes": params,
+        "link": capped,
+        "period_seconds": round(run.period, 3),
+        "seconds": {phase: round(statistics.median(j.seconds[phase] for j in joins), 3) for phase in PHASES},
+        "predicted": {phase: round(statistics.median(j.predicted[phase] for j in joins), 3) for phase in PHASES},
+        "total": round(statistics.median(j.total for j in joins), 3),
+        "predicted_total": round(statistics.median(j.predicted_total for j in joins), 3),
+        "joins": [asdict(join) for join in joins],
+    }
+    print(json.dumps({key: value for key, value in row.items() if key != "joins"}), flush=True)
+    return row
+
+
+def links(options: argparse.Namespace) -> dict[str, Any]:
+    """Join runs of several sizes over several rates."""
+    hosts = dict.fromkeys(("hub", "donor", "bystander", "joiner"), "127.0.0.1")
+    constants: Constants | None = None
+    loopback, rows = 0.0, []
+    for megabytes in sorted(options.megabytes):
+        with contextlib.ExitStack() as stack:
+            run = Run(stack, hosts, lambda _: [], megabytes, options.period)
+            for rate in options.rates:
+                run.cap(rate * MEGABYTE)
+                joins = [run.join() for _ in range(options.joins)]
+                constants = constants or constants_of(joins)
+                if not rate:
+                    moved = statistics.median(join.seconds["private"] + join.seconds["base"] for join in joins)
+                    loopback = 4 * run.param_bytes / max(1e-3, moved - constants.conversation)
+                name = f"{rate} MB/s" if rate else "loopback"
+                rows.append(row_of(run, joins, constants, rate * MEGABYTE or max(loopback, 1e6), name))
+    return {"rows": rows, "constants": asdict(constants) if constants else {}}
+
+
+def wan(options: argparse.Namespace) -> dict[str, Any]:
+    """Join over an emulated wide-area link: the smallest size gives the constants, the others are predicted."""
+    if reason := why_not_permitted():
+        print(f"skipped: {reason}")
+        return {"skipped": reason, "rows": []}
+    rate = options.megabits * 125_000 * 0.96  # headers
+    shape = {"rate": f"{options.megabits}mbit", "rtt": "80ms"}
+    constants: Constants | None = None
+    rows = []
+    for megabytes in sorted(options.megabytes):
+        names = ["hub", "donor", "bystander", "joiner"]
+        with emulated(names, every=shape) as network, contextlib.ExitStack() as stack:
+            hosts = {name: network.address(name) for name in names}
+            prefix = {name: list(network.prefix(name)) for name in names}
+            run = Run(stack, hosts, prefix.__getitem__, megabytes, options.period)
+            joins = [run.join() for _ in range(options.joins)]
+            constants = constants or constants_of(joins)
+            rows.append(row_of(run, joins, constants, rate, f"{options.megabits} Mbit/s, 80 ms"))
+    return {"rows": rows, "constants": asdict(constants) if constants else {}}
+
+
+def survivors(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the survivors' boundaries while somebody catches up with idle ones of the same run, interleaved."""
+    hosts = dict.fromkeys(("hub", "donor", "bystander", "joiner"), "127.0.0.1")
+    rounds = []
+    with contextlib.ExitStack() as stack:
+        run = Run(stack, hosts, lambda _: [], max(options.megabytes), options.period)
+        run.survivors[0].wait("boundary", 3)
+        rate = int(2 * run.param_bytes / (1.25 * run.period))
+        run.cap(rate)
+        for _ in range(options.rounds):
+            rounds.append(round_of(run, options.idle))
+            print(json.dumps(rounds[-1]), flush=True)
+    names = [survivor.name for survivor in run.survivors]
+    ratios = {
+        f"{name} {what}": round(statistics.median(r[name][what]["ratio"] for r in rounds), 4)
+        for name in names
+        for what in ("period", "boundary")
+    }
+    print(json.dumps(ratios), flush=True)
+    return {
+        "outer_bytes": 2 * run.param_bytes,
+        "rate": rate,
+        "period_seconds": round(run.period, 3),
+        "median_ratios": ratios,
+        "w0": "the donor",
+        "w1": "a bystander",
+        "rounds": rounds,
+    }
+
+
+def round_of(run: Run, idle: int) -> dict[str, Any]:
+    """Return one round: idle boundaries, then those from a joiner's first transfer on until it is admitted."""
+    begun = time.monotonic()
+    run.survivors[0].wait("boundary", idle + 1, after=begun)
+    joiner = run.start("joiner")
+    try:
+        serving_since = joiner.wait("TransferStarted")["at"]
+        joined_at = joiner.wait("StateRestored")["at"]
+    finally:
+        joiner.close()
+    entries = sum(m["what"] == "CommitReplayed" for m in joiner.said)
+    told: dict[str, Any] = {"entries": entries, "seconds_to_join": round(joined_at - joiner.spawned, 2)}
+    for survivor in run.survivors:
+        found = survivor.boundaries()
+        # The first boundary after the last joiner was ended rebuilds a group; it counts for neither.
+        quiet = [m for m in found if begun < m["at"] <= joiner.spawned][1:]
+        serving = [m for m in found if serving_since <= m["at"] <= joined_at]
+        before = {b["at"]: b["at"] - a["at"] for a, b in itertools.pairwise(found)}
+        told[survivor.name] = {
+            "period": compare([before[m["at"]] for m in quiet], [before[m["at"]] for m in serving]),
+            "boundary": compare([m["seconds"] for m in quiet], [m["seconds"] for m in serving]),
+        }
+    # Its place is empty again before the next round begins.
+    run.survivors[0].wait("boundary", 1, after=time.monotonic())
+    return told
+
+
+def compare(idle: list[float], serving: list[float]) -> dict[str, Any]:
+    """Return both medians and their ratio."""
+    return {
+        "idle_seconds": round(statistics.median(idle), 4),
+        "serving_seconds": round(statistics.median(serving), 4),
+        "ratio": round(statistics.median(serving) / statistics.median(idle), 4),
+        "num_idle": len(idle),
+        "num_serving": len(serving),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the joins as Markdown: measured / predicted seconds."""
+    lines = [
+        "| outer / private / entry, MB | link | " + " | ".join(PHASES) + " | total | predicted | replayed |",
+        "|" + "---|" * (len(PHASES) + 5),
+    ]
+    for row in rows:
+        sizes = " / ".join(f"{row[key] / MEGABYTE:.0f}" for key in ("outer_bytes", "private_bytes", "entry_bytes"))
+        cells = [f"{row['seconds'][phase]:.2f} / {row['predicted'][phase]:.2f}" for phase in PHASES]
+        replayed = ", ".join(str(join["entries"]) for join in row["joins"])
+        lines.append(
+            f"| {sizes} | {row['link']} | {' | '.join(cells)} | {row['total']:.2f} | {row['predicted_total']:.2f} "
+            f"| {replayed} |"
+        )
+    return lines
+
+
+def markdown(part: str, record: dict[str, Any]) -> str:
+    """Return the record as a page."""
+    lines = [f"# Joining a run: {part}", ""]
+    if part == "survivors":
+        lines += [
+            f"Two workers train with an outer period of {record['period_seconds']} s while a third catches up behind a "
+            f"cap of {record['rate'] / MEGABYTE:.1f} MB/s (outer copy 1.25 periods, a commit 0.625): their boundaries "
+            "without it in the roster, against idle ones of the same run; w0 serves, w1 does not.",
+            "",
+            "| round | replayed | " + " | ".join(record["median_ratios"]) + " |",
+            "|" + "---|" * (2 + len(record["median_ratios"])),
+        ]
+        for number, found in enumerate(record["rounds"], 1):
+            ratios = [f"{found[k.split()[0]][k.split()[1]]['ratio']:.3f}" for k in record["median_ratios"]]
+            lines.append(f"| {number} | {found['entries']} | {' | '.join(ratios)} |")
+        medians = [f"{value:.3f}" for value in record["median_ratios"].values()]
+        lines.append(f"| median |  | {' | '.join(medians)} |")
+    else:
+        lines += [
+            "Seconds from the start of the process to the first inner step, measured / predicted; medians. The formula "
+            "stands in `benchmarks/join_model.py`.",
+            "",
+            *table(record["rows"]),
+        ]
+    machine = ", ".join(f"{key} {value}" for key, value in record["machine"].items())
+    return "\n".join([*lines, "", f"The machine was {record['machine_was']}: {machine}."]) + "\n"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "links": links,
+    "survivors": survivors,
+    "wan": wan,
+}
+
+
+def main() -> int:
+    """Measure, print and record."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the children, too
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="default: all")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 48], help="parameters of one worker, in MB")
+    parser.add_argument("--rates", type=int, nargs="+", default=[0, 50, 20], help="donor's cap in MB/s; 0: none")
+    parser.add_argument("--megabits", type=int, default=200, help="of the wide-area link")
+    parser.add_argument("--joins", type=int, default=2, help="of each case")
+    parser.add_argument("--period", type=float, default=4.0, help="seconds of a phase")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--idle", type=int, default=3, help="idle boundaries of each round")
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    options = parser.parse_args()
+    for part in options.part or list(PARTS):
+        busy = [psutil.cpu_percent(interval=2.0)]
+        record = PARTS[part](options)
+        busy.append(psutil.cpu_percent(interval=2.0))
+        record = {
+            "benchmark": "join",
+            "part": part,
+            "machine": facts(),
+            "machine_was": "quiet" if max(busy) < QUIET_PERCENT else "busy",
+            "percent_busy_before_and_after": busy,
+            **record,
+        }
+        if not options.no_record and "skipped" not in record:
+            stem = f"join-{part}-{str(record['machine']['date'])[:16].replace(':', '')}"
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            (RESULTS / f"{stem}.md").write_text(markdown(part, record), encoding="utf-8")
+            print(RESULTS / f"{stem}.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
