@@ -7,6 +7,7 @@ durable history, which is always a state that somebody may have been told of.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -205,8 +206,7 @@ class RunOwner:
         else:
             answer = asyncio.get_running_loop().create_future()
             self._answers[request_id] = (request, answer)
-            while len(self._answers) > KEPT_ANSWERS:
-                self._answers.popitem(last=False)
+            self._forget_old_answers()
             await self._put(Operated(request_id, request))
         # Shielded: an operator who gives up, or asks again, does not end the request for the others.
         return await asyncio.shield(answer)
@@ -265,8 +265,19 @@ class RunOwner:
                 case EndScope(scope=scope):
                     self._end_scope(scope)
 
+    def _forget_old_answers(self) -> None:
+        surplus = len(self._answers) - KEPT_ANSWERS
+        if surplus > 0:
+            # One that is still waited for stays, however many came after it: nobody else could give its answer.
+            given = (request_id for request_id, (_, answer) in self._answers.items() if answer.done())
+            for request_id in list(itertools.islice(given, surplus)):
+                del self._answers[request_id]
+
     def _answer(self, request_id: str, answer: Message | RecoveryError) -> None:
-        _, waiting = self._answers.get(request_id, (None, None))
+        request, waiting = self._answers.get(request_id, (None, None))
+        if isinstance(request, operations_pb2.ListRequest):
+            # It acts on nothing, so that it may be asked anew: kept, its answers would crowd out those of orders.
+            del self._answers[request_id]
         if waiting is None:
             logger.warning("an answer to request %s, which nobody waits for", request_id)
         elif not waiting.done():

@@ -363,6 +363,34 @@ def test_an_operator_who_gives_up_gets_the_answer_when_he_asks_again(tmp_path: P
     assert asked == ["r1"]
 
 
+def test_a_poll_of_status_does_not_take_an_orders_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dashboard asks for the status while an operator waits for an order: the order's answer still arrives."""
+    monkeypatch.setattr(owner_module, "KEPT_ANSWERS", 4)
+
+    def script(event: Input) -> list[Effect]:
+        if isinstance(event, Attached):
+            return [*welcoming(event), Answer("r1", operations_pb2.VerifyResponse(different=["late"]))]
+        return welcoming(event)
+
+    machine = ScriptedMachine(script)
+    with coordinator(tmp_path, machine) as server, OperatorClient(server.address, PLAIN) as operator:
+        answers: list[operations_pb2.VerifyResponse] = []
+        asks = threading.Thread(
+            target=lambda: answers.append(operator.verify("w0", timeout_seconds=60, request_id="r1")), daemon=True
+        )
+        asks.start()
+        machine.wait_for(lambda event: isinstance(event, Operated) and event.request_id == "r1")
+        for number in range(8):
+            operator.list()
+            # Nor do other orders that wait as well.
+            with pytest.raises(grpc.RpcError):
+                operator._stub().Verify(operations_pb2.VerifyRequest(request_id=f"p{number}"), timeout=0.05)
+        with RecordingClient(server.address) as worker:
+            worker.client.wait_attached(30)
+            asks.join(30)
+    assert [list(answer.different) for answer in answers] == [["late"]]
+
+
 def test_an_answer_that_nobody_asked_for_is_harmless(tmp_path: Path) -> None:
     def script(event: Input) -> list[Effect]:
         return [Answer("unknown", operations_pb2.SaveResponse()), *welcoming(event)]
