@@ -39,7 +39,6 @@ class Inbox:
         self._resync: pb.Order | None = None
         self._end: RecoveryError | None = None
         self._attachments = 0
-        self._welcome = pb.Welcome()
         self._sealed: dict[Version, tuple[Fingerprint, float]] = {}
         """Fingerprint, and when this worker heard of the seal; 0: long after it."""
 
@@ -74,7 +73,6 @@ class Inbox:
     def put_welcome(self, welcome: pb.Welcome) -> None:
         """Note that the coordinator welcomed this worker (again): what was asked before may be lost."""
         with self._changed:
-            self._welcome = welcome
             self._attachments += 1
             if welcome.HasField("sealed"):
                 self._note_sealed(from_proto(welcome.sealed), Fingerprint(welcome.sealed_fingerprint), 0.0)
@@ -98,12 +96,6 @@ class Inbox:
     def attachments(self) -> int:
         with self._changed:
             return self._attachments
-
-    @property
-    def welcome(self) -> pb.Welcome:
-        """The newest Welcome; an empty one before the first."""
-        with self._changed:
-            return self._welcome
 
     @property
     def sealed(self) -> Version:
