@@ -54,13 +54,13 @@ class EpochGroups:
         if len(roster.members) == 1:
             return None
         handle = self._build(roster, rank).wait()
+        with self._lock:
+            self._handle, self._group_id = handle, roster.group_id
+            self._raise_if_aborted()
         # A path that swallows what was sent, or a member that froze, is given up in time and not by the collectives'
         # own timeout, which is as long as a boundary may take.
         handle.sockets.give_up_after(self._timeout_seconds)
         self._store().set(_scope(roster), f"pairs/{rank}", json.dumps(handle.sockets.pairs).encode())
-        with self._lock:
-            self._handle, self._group_id = handle, roster.group_id
-            self._raise_if_aborted()
         return cast(Collectives, handle.group)
 
     def _build(self, roster: pb.Roster, rank: int) -> GroupOpening:
