@@ -13,7 +13,7 @@ from benchmarks.storm.timeline import Fault, Footprint, Timeline
 SETTLED_SECONDS = 45.0
 """Memory is judged from so long after a process's start: by then it has imported, joined, and served once."""
 LEAST_WATCHED_SECONDS = 60.0
-GROWTH_BYTES_PER_HOUR = 128 * 2**20
+GROWTH_BYTES_PER_HOUR = 64 * 2**20
 GROWTH_FLOOR_BYTES = 8 * 2**20
 """Less than this is the allocator's play, whatever the time."""
 STORM_SEEDS = 3
