@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from typing import cast
@@ -14,6 +15,8 @@ from recovery.transport.sockets import endpoint
 from recovery.types import KeyValue
 from recovery.worker.averaging import Collectives
 from recovery.worker.group_opening import GroupOpening
+
+logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.5
 """How long the other members' ends of connections are asked for, when it is found out who is out of reach."""
@@ -93,19 +96,21 @@ class EpochGroups:
         with self._lock:
             handle = self._handle
         unanswered = set(handle.sockets.unanswered()) if handle is not None else set()
-        if not unanswered:
+        if handle is None or not unanswered:
             return ""
-        found = []
-        for rank, member in enumerate(roster.members):
-            if handle is not None and rank == handle.rank:
-                continue
-            try:
-                (value,) = self._store().get(_scope(roster), [f"pairs/{rank}"], _ASK_SECONDS)
-            except RecoveryError:
-                continue  # the group's scope is over, or the coordinator is away: nothing is known, nobody accused
-            theirs = {(endpoint(tuple(remote)), endpoint(tuple(local))) for local, remote in json.loads(value)}
-            if theirs & unanswered:
-                found.append(member.worker.worker_id)
+        others = [rank for rank in range(len(roster.members)) if rank != handle.rank]
+        try:
+            values = self._store().get(_scope(roster), [f"pairs/{rank}" for rank in others], _ASK_SECONDS)
+            theirs = [{(endpoint(tuple(far)), endpoint(tuple(near))) for near, far in json.loads(v)} for v in values]
+        except (RecoveryError, ValueError, TypeError) as error:
+            # The group's scope is over, the coordinator is away, or somebody stored something else: nobody is accused.
+            logger.info("who does not answer in epoch %d is not known: %s", roster.epoch, error)
+            return ""
+        found = [
+            roster.members[rank].worker.worker_id
+            for rank, ends in zip(others, theirs, strict=True)
+            if ends & unanswered
+        ]
         return found[0] if len(found) == 1 else ""
 
     def drop(self, reason: str) -> None:

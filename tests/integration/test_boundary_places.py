@@ -43,6 +43,9 @@ def test_data_path_is_cut(tmp_path: Path, place: str) -> None:
         scene.data_case("w1", place)
         reasons = scene.reasons_of_aborts()
         assert any("the averaging broke off" in reason for reason in reasons), reasons
+        # The victim itself may be the first to report. It reaches nobody, and names nobody.
+        assert any("blames w1" in reason or "w1 reports" in reason for reason in reasons), reasons
+        assert not any("blames w0" in reason or "blames w2" in reason for reason in reasons), reasons
 
 
 @pytest.mark.parametrize(
