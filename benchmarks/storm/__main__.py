@@ -31,7 +31,7 @@ WORKERS = ("w0", "w1", "w2", "w3")
 CHURN_ROUNDS = 10
 CHURN_SEEDS = 5
 """Undisturbed seeds that its final loss is compared with; the storm's is compared with the first three."""
-_CHURN_PHASE_SECONDS = 1.0
+_CHURN_PHASE_SECONDS = 0.8
 _STARTED = time.monotonic()
 
 
