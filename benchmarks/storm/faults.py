@@ -17,9 +17,25 @@ BACK_SECONDS = 120.0
 
 
 class Weather:
-    """Faults of one run, on one thread."""
+    """Faults of one run, on one thread.
 
-    def __init__(self, fleet: Fleet, strikes: list[Strike], tell: Callable[[str], None] = lambda _: None) -> None:
+    Args:
+        fleet: The run.
+        strikes: What is due, oldest first.
+        tell: Hears of each strike and return.
+        patience_seconds: A worker that is frozen or cut off stays so for up to so much longer, until the coordinator has
+            lost it and the others have committed: on a machine however slow, what a test wants to see has happened.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        strikes: list[Strike],
+        tell: Callable[[str], None] = lambda _: None,
+        *,
+        patience_seconds: float = 0.0,
+    ) -> None:
+        self._patience_seconds = patience_seconds
         self._fleet = fleet
         self._due = list(strikes)
         self._ongoing: list[Fault] = []
@@ -33,19 +49,25 @@ class Weather:
                 del self._due[0]
             self._look(now)
         self._fleet.timeline.ended_at = began + seconds
-        deadline = time.monotonic() + BACK_SECONDS + max((fault.lasts for fault in self._ongoing), default=0.0)
+        lasting = max((fault.lasts for fault in self._ongoing), default=0.0)
+        deadline = time.monotonic() + BACK_SECONDS + self._patience_seconds + lasting
         while not all(fault.back_at for fault in self._fleet.timeline.faults) and time.monotonic() < deadline:
             self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
         for fault in list(self._ongoing):
-            if now >= fault.struck_at + fault.lasts:
+            if now >= fault.struck_at + fault.lasts + self._longer(fault):
                 self._ongoing.remove(fault)
                 self._heal(fault)
         for fault in self._fleet.timeline.faults:
             self._follow(fault)
         self._fleet.check_processes()
         time.sleep(_TICK_SECONDS)
+
+    def _longer(self, fault: Fault) -> float:
+        if Kind(fault.kind) not in (Kind.STOP, Kind.PARTITION):
+            return 0.0
+        return self._patience_seconds if fault.detected_at is None or fault.resumed_at is None else 0.0
 
     def _follow(self, fault: Fault) -> None:
         """Note the run's and the victim's first commits."""
