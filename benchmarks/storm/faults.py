@@ -23,8 +23,8 @@ class Weather:
         fleet: The run.
         strikes: What is due, oldest first.
         tell: Hears of each strike and return.
-        patience_seconds: A worker that is frozen or cut off stays so for up to so much longer, until the coordinator has
-            lost it and the others have committed: on a machine however slow, what a test wants to see has happened.
+        patience_seconds: A worker that is frozen or cut off stays so for up to so much longer, until the coordinator
+            has lost it and the others have committed: on a machine however slow, what a test wants to see has happened.
     """
 
     def __init__(
