@@ -41,8 +41,8 @@ chaos: $(READY)
 	$(PY) -m pytest -m chaos --timeout 600 $(PYTEST)
 
 storm: $(READY)  ## ten minutes of seeded faults over a real run; the report is storm-out/storm.md
-	$(PY) -m pytest -m storm --timeout 3600 $(PYTEST)
 	$(PY) -m benchmarks.storm $(STORM)
+	$(PY) -m pytest -m storm --timeout 3600 $(PYTEST)
 
 bench: $(READY)
 	$(PY) -m benchmarks $(BENCH)
