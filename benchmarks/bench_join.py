@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import signal
@@ -21,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -164,61 +164,93 @@ class Run:
         return float(statistics.median(b - a for a, b in itertools.pairwise(times)))
 
 
-def constants_of(joins: list[Join]) -> Constants:
-    """Return what the smallest state's joins took, whose bytes cost next to nothing."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Joins of one size over one link."""
 
-    def median(*phases: str) -> float:
+    params: int
+    link: str
+    rate: float
+    """Bytes per second of a capped or emulated link; 0: as fast as loopback is."""
+    period: float
+    joins: list[Join]
+
+
+def constants_of(cases: list[Case]) -> Constants:
+    """Return what is not bytes: start-up of all joins, the rest of the smallest state's, whose bytes cost nothing."""
+    smallest = min(cases, key=lambda case: (case.params, case.rate > 0)).joins
+
+    def median(joins: list[Join], *phases: str) -> float:
         return statistics.median(sum(join.seconds[phase] for phase in phases) for join in joins)
 
     return Constants(
-        start_up=median("start-up"),
-        attach=median("attach"),
-        conversation=median("private", "base"),
-        admission=median("admission"),
+        start_up=median([join for case in cases for join in case.joins], "start-up"),
+        attach=median(smallest, "attach"),
+        conversation=median(smallest, "private", "base"),
+        admission=median(smallest, "admission"),
     )
 
 
-def row_of(run: Run, joins: list[Join], constants: Constants, rate: float, capped: str) -> dict[str, Any]:
-    """Return one line of the table: medians beside predictions."""
-    params = run.param_bytes
-    for join in joins:
+def rows_of(cases: list[Case]) -> dict[str, Any]:
+    """Return the table: medians beside predictions."""
+    constants = constants_of(cases)
+    free = [case for case in cases if not case.rate and case.params > min(c.params for c in cases)]
+    # What loopback brings is not predicted but fitted: every other figure is.
+    loopback = statistics.median(
+        4 * case.params / max(1e-3, join.seconds["private"] + join.seconds["base"] - constants.conversation)
+        for case in free or cases
+        for join in case.joins
+    )
+    return {
+        "constants": dataclasses.asdict(constants),
+        "loopback_bytes_per_second": None if not any(not case.rate for case in cases) else round(loopback),
+        "rows": [row_of(case, constants, case.rate or loopback) for case in cases],
+    }
+
+
+def row_of(case: Case, constants: Constants, rate: float) -> dict[str, Any]:
+    params = case.params
+    for join in case.joins:
         join.predicted = predict(
-            join, constants, outer=2 * params, private=2 * params, entry=params, rate=rate, period=run.period
+            join, constants, outer=2 * params, private=2 * params, entry=params, rate=rate, period=case.period
         )
-    row = {
+    joins = case.joins
+    return {
         "outer_bytes": 2 * params,
         "private_bytes": 2 * params,
         "entry_bytes": params,
-        "link": capped,
-        "period_seconds": round(run.period, 3),
+        "link": case.link,
+        "rate": case.rate,
+        "period_seconds": round(case.period, 3),
         "seconds": {phase: round(statistics.median(j.seconds[phase] for j in joins), 3) for phase in PHASES},
         "predicted": {phase: round(statistics.median(j.predicted[phase] for j in joins), 3) for phase in PHASES},
         "total": round(statistics.median(j.total for j in joins), 3),
         "predicted_total": round(statistics.median(j.predicted_total for j in joins), 3),
-        "joins": [asdict(join) for join in joins],
+        "joins": [dataclasses.asdict(join) for join in joins],
     }
-    print(json.dumps({key: value for key, value in row.items() if key != "joins"}), flush=True)
-    return row
+
+
+def measured(run: Run, link: str, rate: float, count: int) -> Case:
+    """Join so often; say each time how long it took."""
+    joins = []
+    for _ in range(count):
+        joins.append(run.join())
+        print(f"{run.param_bytes / MEGABYTE:.0f} MB, {link}: {joins[-1].total:.2f} s {joins[-1].seconds}", flush=True)
+    return Case(run.param_bytes, link, rate, run.period, joins)
 
 
 def links(options: argparse.Namespace) -> dict[str, Any]:
     """Join runs of several sizes over several rates."""
     hosts = dict.fromkeys(("hub", "donor", "bystander", "joiner"), "127.0.0.1")
-    constants: Constants | None = None
-    loopback, rows = 0.0, []
+    cases = []
     for megabytes in sorted(options.megabytes):
         with contextlib.ExitStack() as stack:
             run = Run(stack, hosts, lambda _: [], megabytes, options.period)
             for rate in options.rates:
                 run.cap(rate * MEGABYTE)
-                joins = [run.join() for _ in range(options.joins)]
-                constants = constants or constants_of(joins)
-                if not rate:
-                    moved = statistics.median(join.seconds["private"] + join.seconds["base"] for join in joins)
-                    loopback = 4 * run.param_bytes / max(1e-3, moved - constants.conversation)
                 name = f"{rate} MB/s" if rate else "loopback"
-                rows.append(row_of(run, joins, constants, rate * MEGABYTE or max(loopback, 1e6), name))
-    return {"rows": rows, "constants": asdict(constants) if constants else {}}
+                cases.append(measured(run, name, rate * MEGABYTE, options.joins))
+    return rows_of(cases)
 
 
 def wan(options: argparse.Namespace) -> dict[str, Any]:
@@ -228,18 +260,15 @@ def wan(options: argparse.Namespace) -> dict[str, Any]:
         return {"skipped": reason, "rows": []}
     rate = options.megabits * 125_000 * 0.96  # headers
     shape = {"rate": f"{options.megabits}mbit", "rtt": "80ms"}
-    constants: Constants | None = None
-    rows = []
+    cases = []
     for megabytes in sorted(options.megabytes):
         names = ["hub", "donor", "bystander", "joiner"]
         with emulated(names, every=shape) as network, contextlib.ExitStack() as stack:
             hosts = {name: network.address(name) for name in names}
             prefix = {name: list(network.prefix(name)) for name in names}
             run = Run(stack, hosts, prefix.__getitem__, megabytes, options.period)
-            joins = [run.join() for _ in range(options.joins)]
-            constants = constants or constants_of(joins)
-            rows.append(row_of(run, joins, constants, rate, f"{options.megabits} Mbit/s, 80 ms"))
-    return {"rows": rows, "constants": asdict(constants) if constants else {}}
+            cases.append(measured(run, f"{options.megabits} Mbit/s, 80 ms", rate, options.joins))
+    return rows_of(cases)
 
 
 def survivors(options: argparse.Namespace) -> dict[str, Any]:
@@ -283,7 +312,12 @@ def round_of(run: Run, idle: int) -> dict[str, Any]:
     finally:
         joiner.close()
     entries = sum(m["what"] == "CommitReplayed" for m in joiner.said)
-    told: dict[str, Any] = {"entries": entries, "seconds_to_join": round(joined_at - joiner.spawned, 2)}
+    base_at = max(m["at"] for m in joiner.said if m["what"] == "BaseRestored")
+    told: dict[str, Any] = {
+        "entries": entries,
+        "first_roster_after_base": 1 + sum(base_at < m["at"] <= joined_at for m in run.survivors[1].boundaries()),
+        "seconds_to_join": round(joined_at - joiner.spawned, 2),
+    }
     for survivor in run.survivors:
         found = survivor.boundaries()
         # The first boundary after the last joiner was ended rebuilds a group; it counts for neither.
@@ -336,14 +370,15 @@ def markdown(part: str, record: dict[str, Any]) -> str:
             f"cap of {record['rate'] / MEGABYTE:.1f} MB/s (outer copy 1.25 periods, a commit 0.625): their boundaries "
             "without it in the roster, against idle ones of the same run; w0 serves, w1 does not.",
             "",
-            "| round | replayed | " + " | ".join(record["median_ratios"]) + " |",
-            "|" + "---|" * (2 + len(record["median_ratios"])),
+            "| round | replayed | first roster after the base | " + " | ".join(record["median_ratios"]) + " |",
+            "|" + "---|" * (3 + len(record["median_ratios"])),
         ]
         for number, found in enumerate(record["rounds"], 1):
             ratios = [f"{found[k.split()[0]][k.split()[1]]['ratio']:.3f}" for k in record["median_ratios"]]
-            lines.append(f"| {number} | {found['entries']} | {' | '.join(ratios)} |")
+            counts = f"{found['entries']} | {found['first_roster_after_base']}"
+            lines.append(f"| {number} | {counts} | {' | '.join(ratios)} |")
         medians = [f"{value:.3f}" for value in record["median_ratios"].values()]
-        lines.append(f"| median |  | {' | '.join(medians)} |")
+        lines.append(f"| median |  |  | {' | '.join(medians)} |")
     else:
         lines += [
             "Seconds from the start of the process to the first inner step, measured / predicted; medians. The formula "

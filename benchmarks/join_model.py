@@ -1,15 +1,18 @@
 """What a join takes by phase: read from what the joiner said, and predicted by a formula.
 
 The formula, with ``c`` seconds that a conversation costs besides its bytes, ``r`` the link's bytes a second, ``P`` the
-outer period, ``O``, ``V`` and ``E`` the bytes of outer parts, private parts and one commit's averages::
+outer period, ``O``, ``V`` and ``E`` the bytes of outer parts, private parts and one commit's averages, and ``f`` where
+in a phase the base was begun, 0 to 1::
 
-    start-up and attach: what they take on this machine
-    fits into a phase:   c + (O + V) / r                                                      (base and private parts)
-    does not:            m + (c + V / r) + (c + O / r) + n (c + E / r) + c                    (m: until that is known)
-    n: the least whole number with  floor(f + (c + O / r + n (c + E / r)) / P) <= n           (f: where in a phase the
-                                                                                               base was begun, 0 to 1)
+    T = start-up + attach + private + base + n (c + E / r) + again
 
-``c``, ``m``, start-up and attach are those of the smallest state on the same link without a cap.
+    fits into a phase:  private + base = c + (O + V) / r                          =: B
+    does not:           private = m + c + V / r   and   base = c + O / r          =: B    (m: until that is known)
+    n: the least whole number with  floor(f + (B + n (c + E / r)) / P) <= n               (commits to replay)
+    again: nothing if n = 0; else c + V / r if 1.5 times that is left of the phase, or c  (private parts or scalars)
+
+Start-up is the median of all joins of the run, ``c`` and attach are those of the smallest state on the same kind of
+link without a cap.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ PHASES = ("start-up", "attach", "private", "base", "catch-up", "admission")
 ONE_PHASE = 0.75
 JUDGED_SECONDS = 1.25
 """A link is judged after a second of measuring, at the next quarter of a second."""
+ROOM = 1.5
 MOST_ENTRIES = 50
 
 
@@ -98,7 +102,7 @@ def _first(said: Sequence[dict[str, Any]], what: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is not bytes: the medians of the smallest state's joins on the same kind of link."""
+    """What is not bytes, in seconds."""
 
     start_up: float
     attach: float
@@ -111,17 +115,20 @@ def predict(
 ) -> dict[str, float]:
     """Return the formula's seconds by phase for a state of these bytes over a link of ``rate`` bytes per second."""
     c = constants.conversation
-    found = {"start-up": constants.start_up, "attach": constants.attach, "admission": constants.admission}
+    found = {"start-up": constants.start_up, "attach": constants.attach}
+    each, again = c + entry / rate, c + private / rate
     if outer <= ONE_PHASE * rate * period or outer / rate < JUDGED_SECONDS:
-        return found | {"private": c / 2 + private / rate, "base": c / 2 + outer / rate, "catch-up": 0.0}
-    base, each = c + outer / rate, c + entry / rate
-    entries = next(
-        (n for n in range(MOST_ENTRIES) if math.floor(join.started_in_phase + (base + n * each) / period) <= n),
-        MOST_ENTRIES,
-    )
-    return found | {
-        "private": JUDGED_SECONDS + c + private / rate,
-        "base": base,
-        "catch-up": entries * each,
-        "admission": constants.admission + c,
-    }
+        found |= {"private": c / 2 + private / rate, "base": c / 2 + outer / rate}
+        base = found["private"] + found["base"]
+    else:
+        base = c + outer / rate
+        found |= {"private": JUDGED_SECONDS + again, "base": base}
+    position, entries = join.started_in_phase, 0
+    while math.floor(position + (base + entries * each) / period) > entries and entries < MOST_ENTRIES:
+        entries += 1
+    if entries:
+        into_phase = math.modf(position + (base + entries * each) / period)[0] * period
+        found["admission"] = constants.admission + (again if into_phase + ROOM * again <= period else c)
+    else:
+        found["admission"] = constants.admission
+    return found | {"catch-up": entries * each}
