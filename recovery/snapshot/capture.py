@@ -218,7 +218,7 @@ class PrivateCapture:
     def _reserve(self, preparation: Preparation) -> None:
         """Memory for every part is ready to be written. On the copier's thread."""
         if self._preparation is preparation:
-            preparation.lay_out(self._state, self._vault)
+            preparation.lay_out(self._state, self._vault, turns=True)
             preparation.touch()
 
     def _begin(self, version: Version) -> None:
@@ -352,7 +352,7 @@ class PrivateCapture:
                 where.copy_(now)
             regions = capture.preparation.regions
             parts = tuple(
-                freeze(take_apart(self._state.part(name), capture.values[name]), region)
+                freeze(take_apart(self._state.part(name), capture.values[name], turns=True), region)
                 for name, region in regions.items()
             )
         except Exception as error:  # whatever it is, nobody may wait for ever

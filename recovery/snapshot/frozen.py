@@ -11,6 +11,7 @@ from recovery.state.chunks import PartBytes
 from recovery.state.leaf import NUMPY_DTYPES, TORCH_DTYPES, TensorKind
 from recovery.state.live_part import LivePart
 from recovery.state.manifest import TensorSpec
+from recovery.state.turns import in_turns
 
 
 def freeze(live: LivePart, data: torch.Tensor) -> LivePart:
@@ -23,9 +24,10 @@ def freeze(live: LivePart, data: torch.Tensor) -> LivePart:
     """
     leaves = tuple(
         dataclasses.replace(leaf, value=_value(spec, data[spec.offset : spec.offset + spec.num_bytes]))
-        for leaf, spec in zip(live.leaves, live.specs, strict=True)
+        for leaf, spec in in_turns(zip(live.leaves, live.specs, strict=True))
     )
-    return dataclasses.replace(live, leaves=leaves, bytes=PartBytes([leaf.value for leaf in leaves], live.specs))
+    values = [leaf.value for leaf in leaves]
+    return dataclasses.replace(live, leaves=leaves, bytes=PartBytes(in_turns(values), live.specs))
 
 
 def copy_range(live: LivePart, offset: int, out: torch.Tensor) -> None:

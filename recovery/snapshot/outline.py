@@ -15,6 +15,7 @@ from torch import nn
 
 from recovery.state.live_part import LivePart, live_part
 from recovery.state.part import Part
+from recovery.state.turns import in_turns
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -22,12 +23,12 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 class Outline:
     """A part's value as it was read once, and the same taken apart. Any thread may make one of a held value."""
 
-    def __init__(self, part: Part, value: object) -> None:
+    def __init__(self, part: Part, value: object, *, turns: bool = False) -> None:
         self.value = value
-        self.part = live_part(part.name, part.part_class, value)
+        self.part = take_apart(part, value, turns=turns)
         self.late = [i for i, spec in enumerate(self.part.specs) if spec.path.startswith("param_groups")]
         """Tensors of optimizer groups (a learning rate, say): schedulers change them in place after the step."""
-        self._places = [_place(tensor) for tensor in _tensors(value)]
+        self._places = [_place(tensor) for tensor in in_turns(_tensors(value), turns)]
 
     def fits(self, value: object) -> bool:
         """Return whether ``value`` has the same structure and holds the same tensors in the same memory.
@@ -55,13 +56,13 @@ def bytes_in(value: object) -> int:
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
-def take_apart(part: Part, value: object) -> LivePart:
-    """Return the part for a held value.
+def take_apart(part: Part, value: object, *, turns: bool = False) -> LivePart:
+    """Return the part for a held value. ``turns``: as for ``live_part``.
 
     Raises:
         UnsupportedLeaf: as ``WorkerState.read_part``.
     """
-    return live_part(part.name, part.part_class, value)
+    return live_part(part.name, part.part_class, value, turns=turns)
 
 
 def _held(value: object, copies: dict[int, object]) -> object:

@@ -43,8 +43,10 @@ class Preparation:
         """About how much will be captured."""
         return sum(map(bytes_in, self._values.values()))
 
-    def lay_out(self, state: WorkerState, vault: Vault) -> None:
+    def lay_out(self, state: WorkerState, vault: Vault, *, turns: bool = False) -> None:
         """Every part has its place. Nothing happens the second time; waits for another thread that is at it.
+
+        ``turns``: the calling thread is not the one that trains, and offers it the interpreter.
 
         Raises:
             DonorBusy: the vault has no room.
@@ -53,7 +55,7 @@ class Preparation:
         with self._lock:
             if self._arena is not None:
                 return
-            outlines = {name: Outline(state.part(name), value) for name, value in self._values.items()}
+            outlines = {name: Outline(state.part(name), value, turns=turns) for name, value in self._values.items()}
             total = sum(aligned(outline.part.bytes.num_bytes) for outline in outlines.values())
             arena = vault.reserve(total)
             if arena is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +82,7 @@ class PartBytes:
     memory, whatever their strides and devices. Threads may read and write ranges that do not overlap at once.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor | np.ndarray], specs: Sequence[Sized] | None = None) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor | np.ndarray], specs: Sequence[Sized] | None = None) -> None:
         """Store references.
 
         Args:

@@ -17,6 +17,7 @@ from recovery.errors import ManifestRejected
 from recovery.state.codec import SCALAR_WRITERS, path_step, read_key, read_scalar, write_key, write_numpy_scalar
 from recovery.state.leaf import Leaf, array_leaf, memory_key, tensor_leaf, unsupported
 from recovery.state.limits import DEFAULT_LIMITS, Limits
+from recovery.state.turns import TURN, give_turn
 
 MAPPING_TYPES: dict[type, str] = {
     dict: "dict",
@@ -35,15 +36,16 @@ class Split(NamedTuple):
     leaves: list[Leaf]
 
 
-def split(value: object, limits: Limits = DEFAULT_LIMITS) -> Split:
+def split(value: object, limits: Limits = DEFAULT_LIMITS, *, turns: bool = False) -> Split:
     """Return ``value`` as a structure without tensors and the tensors, by reference.
 
-    Tensors that show the same memory in the same way are one leaf. A ``defaultdict``'s factory stays behind.
+    Tensors that show the same memory in the same way are one leaf. A ``defaultdict``'s factory stays behind. ``turns``:
+    the interpreter is offered to other threads meanwhile.
 
     Raises:
         UnsupportedLeaf: a type that has no exact form, a cycle, or a size or depth over ``limits``; names the path.
     """
-    splitter = _Splitter(limits)
+    splitter = _Splitter(limits, turns)
     tree = manifest_pb2.Value()
     splitter.write(value, tree, "", 0)
     return Split(tree, splitter.leaves)
@@ -63,8 +65,9 @@ def join(
 
 
 class _Splitter:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, turns: bool) -> None:
         self.leaves: list[Leaf] = []
+        self._turns = turns
         self._limits = limits
         self._index_of_memory: dict[object, int] = {}
         self._number_of_container: dict[int, int] = {}
@@ -78,6 +81,8 @@ class _Splitter:
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
             raise unsupported(path, value, f"a tree has at most {self._limits.nodes} values: store arrays as tensors")
+        if self._turns and self._num_nodes % TURN == 0:
+            give_turn()
         kind = type(value)
         scalar = SCALAR_WRITERS.get(kind)
         if scalar is not None:
