@@ -37,7 +37,7 @@ from recovery.protocol.session import Attempt, DonorPeer, JoinerConfig, JoinerSe
 from recovery.state.chunks import PartBytes
 from recovery.state.manifest import Manifest
 from recovery.transport.process_group import JOINER_RANK, GlooLink, open_gloo_link, open_group
-from recovery.types import MIB, Fingerprint, Incarnation, PartName, TransferId, WorkerId, WorkerRef
+from recovery.types import MIB, Fingerprint, Incarnation, KeyValue, PartName, TransferId, WorkerId, WorkerRef
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -107,9 +107,9 @@ class Bench:
         def dial(peer: DonorPeer) -> SocketConversation[JoinerLetter, DonorLetter]:
             return SocketConversation(self._listener.accept(), DonorLetter)
 
-        def open_link(scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+        def open_link(meeting: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
             return open_gloo_link(
-                self._store, scope, rank=JOINER_RANK, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled
+                meeting, scope, rank=JOINER_RANK, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled
             )
 
         def on_manifest(role: int, manifest: Manifest) -> Mapping[PartName, PartBytes]:

@@ -32,6 +32,7 @@ from recovery.types import (
     MIB,
     Cut,
     Incarnation,
+    KeyValue,
     NumericsId,
     PartClass,
     PartName,
@@ -265,9 +266,9 @@ def serve(state_bytes: int, store_port: int, letters: str) -> None:
     store.set("bench", "fingerprint", source.fingerprint)
     limiter = RateLimiter()
 
-    def open_link(scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+    def open_link(meeting: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
         return open_gloo_link(
-            store, scope, rank=DONOR_RANK, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled
+            meeting, scope, rank=DONOR_RANK, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled
         )
 
     orders = Client(letters)

@@ -20,7 +20,15 @@ import grpc
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control.channel import server_options
 from recovery.control.conversation import StreamConversation
-from recovery.control.peer_client import MAX_PROBE_BYTES, Conversation, ProbeResult, dial, probe, probe_any
+from recovery.control.peer_client import (
+    MAX_PROBE_BYTES,
+    Conversation,
+    ProbeResult,
+    dial,
+    dial_at_once,
+    probe,
+    probe_any,
+)
 from recovery.control.rpc_errors import abort_details
 from recovery.control.security import RequireToken, SecurityConfig
 from recovery.control.wire import from_proto, to_proto
@@ -35,7 +43,16 @@ from recovery.errors import (
 )
 from recovery.types import Address, RunId, WorkerRef
 
-__all__ = ["Conversation", "DonorConversation", "PeerServer", "ProbeResult", "dial", "probe", "probe_any"]
+__all__ = [
+    "Conversation",
+    "DonorConversation",
+    "PeerServer",
+    "ProbeResult",
+    "dial",
+    "dial_at_once",
+    "probe",
+    "probe_any",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +236,7 @@ class _PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                     self._security,
                     run_id=request.run_id,
                     sender=self._worker,
+                    expected=from_proto(request.sender) if request.HasField("sender") else None,
                 )
             except RecoveryError as error:
                 response.dial_back_failure = str(error)[:2000]

@@ -70,7 +70,10 @@ class ChunkMemory:
         return frozenset(viewable), frozenset(candidates)
 
     def open_flight(self, flight: int, key: ChunkKey, *, direct: bool) -> torch.Tensor:
-        """Return the whole chunk's memory for a flight: the destination itself, or a bounce buffer of its own."""
+        """Return the whole chunk's memory for a flight: the destination itself, or a bounce buffer of its own.
+
+        The same each time that it is asked for.
+        """
         place = self._places[key]
         name = place.name
         if direct:
@@ -79,6 +82,8 @@ class ChunkMemory:
                 raise MisuseError(f"{name.part} at {name.offset} cannot be received into directly any more")
             return view
         with self._lock:
+            if (known := self._bounces.get(flight)) is not None:
+                return known[: name.num_bytes]
             fitting = next((index for index, each in enumerate(self._free) if each.numel() >= name.num_bytes), None)
             buffer = self._free.pop(fitting) if fitting is not None else None
         if buffer is None:
@@ -86,6 +91,11 @@ class ChunkMemory:
         with self._lock:
             self._bounces[flight] = buffer
         return buffer[: name.num_bytes]
+
+    def fork(self, flight: int, twin: int, key: ChunkKey, *, direct: bool) -> None:
+        """Begin a flight's bounce buffer with what another flight of the chunk has brought."""
+        into = self.open_flight(twin, key, direct=False)
+        into.copy_(self.open_flight(flight, key, direct=direct))
 
     def close_flight(self, flight: int) -> None:
         """The flight's receives have ended and nobody needs its buffer."""

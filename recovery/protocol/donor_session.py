@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from protos.recovery.v1 import peer_pb2
+from protos.recovery.v1.peer_pb2 import DonorLetter
 from recovery.clock import Clock, SystemClock
 from recovery.errors import DonorLost, DonorRefused, MisuseError, RecoveryError
 from recovery.protocol.donor import DonorConfig, DonorMachine
@@ -41,6 +42,7 @@ from recovery.protocol.donor_io import (
     ViewsClosed,
 )
 from recovery.protocol.letters import sealing_context
+from recovery.protocol.meeting import MeetingPoint
 from recovery.protocol.ports import (
     JOURNAL,
     OUTER,
@@ -139,6 +141,7 @@ class DonorSession:
         self._clock = clock or SystemClock()
         self._keys = SealingKeys()
         self._machine = DonorMachine(config, scope, self._keys.public)
+        self._meeting = MeetingPoint(lambda letter: conversation.send(DonorLetter(meeting=letter)))
         self._queue: queue.SimpleQueue[DonorEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._leases: dict[Role, SourceLease] = {}
@@ -307,7 +310,11 @@ class DonorSession:
         try:
             while not self._over.is_set():
                 letter = self._conversation.receive(_RECEIVE_SECONDS)
-                if letter is not None:
+                if letter is None:
+                    continue
+                if letter.HasField("meeting"):
+                    self._meeting.heard(letter.meeting)
+                else:
                     self._queue.put(Heard(letter))
         except RecoveryError as error:
             self._queue.put(Ended(error))
@@ -316,7 +323,7 @@ class DonorSession:
 
     def _link_up(self, action: OpenLink) -> None:
         try:
-            link = self._open_link(action.scope, self._config.data_host, action.lanes, self._over)
+            link = self._open_link(self._meeting, action.scope, self._config.data_host, action.lanes, self._over)
             if action.sealing_key:
                 context = (*self._agreed, action.scope.encode())
                 link = self._keys.seal(link, action.sealing_key, donor=True, context=context, peer=self._holder)
@@ -398,6 +405,7 @@ class DonorSession:
         if self._share:
             self._limiter.leave(self._share)
         self._conversation.close(reason)
+        self._meeting.end(reason)
         while True:
             with self._lock:
                 threads, self._threads = self._threads, []

@@ -7,6 +7,7 @@ carries the actions out.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from recovery.errors import (
     NoDonorLeft,
     RecoveryError,
 )
-from recovery.protocol.chunk_table import ChunkFlight, ChunkTable, FlightState
+from recovery.protocol.chunk_table import ChunkFlight, ChunkTable
 from recovery.protocol.joiner_io import (
     Arrived,
     Checked,
@@ -55,14 +56,15 @@ from recovery.protocol.joiner_io import (
 from recovery.protocol.letters import PROTOCOL, error_of, version_message, worker_message
 from recovery.protocol.manifest_pieces import ManifestAssembler
 from recovery.protocol.planner import (
+    Asking,
     ChunkKey,
-    ChunkOrder,
     DonorView,
     Flight,
     PlannerConfig,
     choose_lanes,
     overtake,
     plan,
+    window_bytes,
 )
 from recovery.protocol.ports import AT_A_CUT, JOURNAL, OUTER, PRIVATE, Attempt, DonorPeer, Role
 from recovery.protocol.rate import RateMeter
@@ -124,6 +126,8 @@ class _Donor:
     meter: RateMeter = field(default_factory=RateMeter)
     round_trip_seconds: float = 0.0
     lane_bytes: list[int] = field(default_factory=list)
+    lane_heard_at: list[float] = field(default_factory=list)
+    lane_meters: list[RateMeter] = field(default_factory=list)
     linked: bool = False
     assembler: ManifestAssembler | None = None
     private_assembler: ManifestAssembler | None = None
@@ -392,6 +396,8 @@ class JoinerMachine:
         donor.linked = True
         donor.progress_at = now
         donor.lane_bytes = [0] * lanes
+        donor.lane_heard_at = [now] * lanes
+        donor.lane_meters = [RateMeter() for _ in range(lanes)]
         if round_trip is not None:
             donor.round_trip_seconds = round_trip
         ready = peer_pb2.LanesReady(local_endpoints=endpoints)
@@ -405,6 +411,10 @@ class JoinerMachine:
             pull, actions = landed
             donor.progress_at = now
             donor.lane_bytes[pull.lane] -= pull.num_bytes
+            donor.lane_heard_at[pull.lane] = now
+            donor.lane_meters[pull.lane].add(now, pull.num_bytes)
+            if not donor.lane_bytes[pull.lane]:
+                donor.lane_meters[pull.lane].end(now)
             donor.arrived_bytes += pull.num_bytes
             donor.meter.add(now, pull.num_bytes)
             if not any(donor.lane_bytes):
@@ -415,20 +425,21 @@ class JoinerMachine:
 
     def _checked(self, number: int, good: bool, written: bool) -> list[JoinerAction]:
         table = self._table_of_flight(number)
-        key = table.flight_key(number)
+        key = table.flight(number).key
         complaint, actions = table.checked(number, good, written)
         self._note_done(table, key)
         if complaint is None:
             return actions
-        donor = self._donors[complaint.donor]
+        (name,) = complaint.contributors
+        donor = self._donors[name]
         if not donor.alive:
             return actions + table.give_up(complaint)
-        letter = peer_pb2.Complaint(chunk=_chunk_id(key), pull_ids=[pull.pull_id for pull in complaint.pulls])
+        letter = peer_pb2.Complaint(chunk=_chunk_id(key), pull_ids=[pull_id for _, pull_id in complaint.pulls])
         return [*actions, Say(donor.peer.name, JoinerLetter(complaint=letter))]
 
     def _written(self, number: int) -> list[JoinerAction]:
         table = self._table_of_flight(number)
-        key = table.flight_key(number)
+        key = table.flight(number).key
         actions = table.written(number)
         self._note_done(table, key)
         return actions
@@ -452,7 +463,7 @@ class JoinerMachine:
     def _answered(self, donor: _Donor, answer: peer_pb2.ComplaintAnswer) -> list[JoinerAction]:
         key = ChunkKey(answer.chunk.role, answer.chunk.part, answer.chunk.chunk)
         table = self._tables.get(answer.chunk.role)
-        flight = table.flight_over(donor.peer.name, key, FlightState.COMPLAINED) if table is not None else None
+        flight = table.complaint(donor.peer.name, key) if table is not None else None
         if table is None or flight is None:
             return []
         entry = table.entries[key]
@@ -499,7 +510,7 @@ class JoinerMachine:
             actions.append(self._failed(donor, error))
         for table in self._tables.values():
             # Their receives have ended, so that nothing has to be waited for.
-            for flight in table.flights_of(name, FlightState.COMPLAINED):
+            for flight in table.complaints_to(name):
                 actions += table.give_up(flight)
         return [*actions, Drop(name, reason or str(error))]
 
@@ -507,8 +518,7 @@ class JoinerMachine:
         donor.phase = _Phase.GONE
         actions: list[JoinerAction] = []
         for table in self._tables.values():
-            for flight in table.flights_of(donor.peer.name, FlightState.FLYING):
-                actions += table.give_up(flight)
+            actions += table.lost(donor.peer.name)
         if self._private_donor == donor.peer.name:
             self._private_donor = None
         return actions
@@ -558,7 +568,7 @@ class JoinerMachine:
             return "", self._progress  # dialling has its own deadline
         if any(donor.lane_bytes):
             return f"{sum(donor.lane_bytes)} bytes", self._progress
-        if any(table.flights_of(name, FlightState.COMPLAINED) for table in self._tables.values()):
+        if any(table.complaints_to(name) for table in self._tables.values()):
             return "an answer to a complaint", self._progress
         if donor.private_assembler is not None:
             return "its private parts", self._config.private_seconds
@@ -602,8 +612,9 @@ class JoinerMachine:
         self._unacknowledged.clear()
         # What is in place and has the same digest is found again when the destinations are probed.
         role = self._attempt.first
+        actions = self._tables[role].abandon()
         self._tables[role] = ChunkTable(role, manifest)
-        return [Prepare(role, manifest)]
+        return [*actions, Prepare(role, manifest)]
 
     def _private_parts(self, now: float) -> list[JoinerAction]:
         table = self._tables.get(PRIVATE)
@@ -614,13 +625,14 @@ class JoinerMachine:
         if table is not None and not table.quiet:
             return []  # bytes of the lost donor's cut are still being checked
         # Another cut replaces what the lost donor lent; equal chunks are found again by their digests.
+        actions = table.abandon() if table is not None else []
         self._tables.pop(PRIVATE, None)
         ready = [donor for donor in self._donors.values() if donor.phase is _Phase.READY and donor.linked]
         opening = [donor for donor in self._donors.values() if donor.alive and donor not in ready]
         if any(donor.peer.private_parts for donor in opening):
-            return []  # the one that is meant to lend them is about to be ready
+            return actions  # the one that is meant to lend them is about to be ready
         if not ready:
-            return []
+            return actions
         donor = max(ready, key=lambda each: (each.peer.private_parts, each.meter.rate(now)))
         self._private_donor = donor.peer.name
         # What was verified of a lost donor's cut says nothing to this one.
@@ -628,71 +640,99 @@ class JoinerMachine:
         donor.progress_at = now
         donor.private_assembler = ManifestAssembler(PRIVATE)
         want = peer_pb2.WantPrivate(not_before=version_message(self._attempt.version))
-        return [Say(donor.peer.name, JoinerLetter(want_private=want))]
+        return [*actions, Say(donor.peer.name, JoinerLetter(want_private=want))]
 
     def _ask(self, table: ChunkTable, names: list[str], now: float) -> list[JoinerAction]:
         if not table.prepared:
             return []
         views = [self._view(self._donors[name], table, now) for name in names]
-        if table.any_needed:
-            orders = plan(table.needs(None), table.needed_bytes, views, self._config.planner)
-        else:
-            blockers = table.blockers()
-            if blockers:
-                actions: list[JoinerAction] = []
-                for name in blockers:
-                    actions += self._lose(self._donors[name], None, "others were faster")
-                return actions
-            idle = [view for view in views if not view.in_flight_bytes]
-            flights = [self._expected(table, flight, now) for flight in table.flying()] if idle else []
-            orders = overtake([flight for flight in flights if flight is not None], idle, self._config.planner)
-        return self._send_orders(table, orders, now)
+        if table.any_wanted:
+            askings = plan(table.begun(), table.fresh(), table.wanted_bytes, views, self._config.planner)
+            return self._send_askings(table, askings, views, now)
+        actions: list[JoinerAction] = []
+        blockers = table.blockers()
+        if blockers:
+            for name in blockers:
+                actions += self._lose(self._donors[name], None, "others were faster")
+            return actions
+        expected = [self._expected(table, flight, now) for flight in table.flying()]
+        flights = [flight for flight in expected if flight is not None]
+        for number, donor in overtake(flights, views, self._config.planner):
+            twin, forked = table.fork(table.flight(number), self._next_flight)
+            self._next_flight += 1
+            needs = [need for need in table.begun() if need.flight == twin.number]
+            view = self._view(self._donors[donor], table, now)
+            patient = dataclasses.replace(self._config.planner, min_window_bytes=self._config.planner.max_window_bytes)
+            askings = plan(needs, (), twin.unasked_bytes, [dataclasses.replace(view, rate=0.0)], patient)
+            actions += forked + self._send_askings(table, askings, views, now)
+        return actions
 
     def _expected(self, table: ChunkTable, flight: ChunkFlight, now: float) -> Flight | None:
-        if len(table.entries[flight.key].flights) > 1:
-            return None  # asked twice already
-        donor = self._donors[flight.donor]
-        rate = donor.meter.rate(now)
-        remaining = sum(donor.lane_bytes) / rate if rate > 0 else now - flight.asked_at
-        # One that stands still is expected to go on doing so.
-        remaining = max(remaining, now - donor.progress_at)
+        entry = table.entries[flight.key]
+        if len(entry.flights) > 1 or flight.alone:
+            return None  # asked twice already, or not to be asked of two
+        remaining = 0.0
+        for (name, _), pull in flight.outstanding.items():
+            donor = self._donors[name]
+            silent = now - donor.lane_heard_at[pull.lane]
+            lane_rate = donor.meter.rate(now) / len(donor.lane_bytes)
+            # A lane that stands still is expected to go on doing so.
+            due = donor.lane_bytes[pull.lane] / lane_rate if lane_rate > 0 else silent
+            remaining = max(remaining, due, silent)
         return Flight(
-            key=flight.key,
-            num_bytes=table.entries[flight.key].name.num_bytes,
-            donor=flight.donor,
+            number=flight.number,
+            missing_bytes=flight.missing_bytes,
+            donors=flight.owed_by,
+            own_lanes_help=not flight.direct,
             remaining_seconds=remaining,
         )
 
-    def _send_orders(self, table: ChunkTable, orders: list[ChunkOrder], now: float) -> list[JoinerAction]:
-        posts: list[JoinerAction] = []
+    def _send_askings(
+        self, table: ChunkTable, askings: list[Asking], views: list[DonorView], now: float
+    ) -> list[JoinerAction]:
+        posts: list[Post] = []
         batches: dict[str, peer_pb2.PullBatch] = {}
-        for order in orders:
-            donor = self._donors[order.donor]
+        begun: dict[ChunkKey, ChunkFlight] = {}
+        # What several donors, or several lanes far away, bring at the end comes into memory that nothing has to wait
+        # for: whatever is late then is left behind.
+        shared = len(views) > 1 or any(not view.near for view in views)
+        end_bytes = sum(window_bytes(view, self._config.planner) for view in views) if shared else 0
+        for asking in askings:
+            donor = self._donors[asking.donor]
             lanes = len(donor.lane_bytes)
-            part_offset = table.entries[order.key].name.offset
-            batch = batches.setdefault(order.donor, peer_pb2.PullBatch())
-            pulls = []
+            flight = table.flight(asking.flight) if asking.flight else begun.get(asking.key)
+            if flight is None:
+                bounce = table.wanted_bytes <= end_bytes
+                flight = table.take_off(self._next_flight, asking.key, asking.donor, bounce=bounce)
+                begun[asking.key] = flight
+                self._next_flight += 1
+            batch = batches.setdefault(asking.donor, peer_pb2.PullBatch())
             if not any(donor.lane_bytes):
                 donor.meter.begin(now)
                 donor.progress_at = now
-            for piece in order.pieces:
-                pull_id = donor.next_pull_id
-                donor.next_pull_id += 1
-                donor.lane_bytes[piece.lane] += piece.num_bytes
-                tag = lane_tag(piece.lane, lanes, pull_id)
-                pulls.append(PostedPull(pull_id, piece.offset, piece.num_bytes, piece.lane, tag))
-                batch.pulls.add(
-                    pull_id=pull_id,
-                    role=table.role,
-                    part=order.key.part,
-                    offset=part_offset + piece.offset,
-                    num_bytes=piece.num_bytes,
-                    lane=piece.lane,
-                )
-            flight = table.take_off(self._next_flight, order.key, order.donor, tuple(pulls), now)
-            self._next_flight += 1
-            posts.append(Post(order.donor, flight.number, order.key, flight.direct, flight.pulls))
-        return posts + [Say(name, JoinerLetter(pull=batch)) for name, batch in batches.items()]
+            if not donor.lane_bytes[asking.lane]:
+                donor.lane_heard_at[asking.lane] = now
+                donor.lane_meters[asking.lane].begin(now)
+            pull_id = donor.next_pull_id
+            donor.next_pull_id += 1
+            donor.lane_bytes[asking.lane] += asking.span.num_bytes
+            tag = lane_tag(asking.lane, lanes, pull_id)
+            pull = PostedPull(pull_id, asking.span.offset, asking.span.num_bytes, asking.lane, tag)
+            table.ask(flight, asking.donor, pull)
+            batch.pulls.add(
+                pull_id=pull_id,
+                role=table.role,
+                part=asking.key.part,
+                offset=table.entries[asking.key].name.offset + asking.span.offset,
+                num_bytes=asking.span.num_bytes,
+                lane=asking.lane,
+            )
+            last = posts[-1] if posts else None
+            if last is not None and (last.donor, last.flight) == (asking.donor, flight.number):
+                posts[-1] = dataclasses.replace(last, pulls=(*last.pulls, pull))
+            else:
+                posts.append(Post(asking.donor, flight.number, asking.key, flight.direct, (pull,)))
+        return [*posts, *(Say(name, JoinerLetter(pull=batch)) for name, batch in batches.items())]
 
     def _view(self, donor: _Donor, table: ChunkTable, now: float) -> DonorView:
         return DonorView(
@@ -700,6 +740,7 @@ class JoinerMachine:
             rate=donor.meter.rate(now),
             round_trip_seconds=donor.round_trip_seconds,
             lane_bytes=tuple(donor.lane_bytes),
+            lane_rates=tuple(meter.rate(now) for meter in donor.lane_meters) if len(donor.lane_bytes) > 1 else (),
             lent_bytes=table.total_bytes,
             in_place=table.in_place and not self._sealing_key,
         )

@@ -152,7 +152,7 @@ class PostedPull(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Post a flight's receives, before anything that is said after it.
+    """Post some of a flight's receives, before anything that is said after it.
 
     ``direct``: into the destination itself; otherwise into a bounce buffer of the flight's own.
     """
@@ -162,6 +162,19 @@ class Post:
     key: ChunkKey
     direct: bool
     pulls: tuple[PostedPull, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Begin a flight's bounce buffer with a copy of what another flight of the chunk has brought by now.
+
+    ``direct``: the other one's bytes are in the destination. What it still awaits is copied too, and comes again.
+    """
+
+    flight: int
+    twin: int
+    key: ChunkKey
+    direct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +231,6 @@ class Fail:
     error: RecoveryError
 
 
-JoinerAction = Dial | Say | OpenLink | Prepare | Post | Check | Write | Forget | Probe | Drop | Emit | Finish | Fail
+JoinerAction = (
+    Dial | Say | OpenLink | Prepare | Post | Fork | Check | Write | Forget | Probe | Drop | Emit | Finish | Fail
+)

@@ -14,6 +14,7 @@ import torch
 from protos.recovery.v1.peer_pb2 import JoinerLetter
 from recovery.errors import ChunkDamaged, DonorLost, RecoveryError
 from recovery.protocol.joiner_io import Arrived, Dialled, Ended, Heard, JoinerEvent, LinkOpened, PostedPull, Quiet
+from recovery.protocol.meeting import MeetingPoint
 from recovery.protocol.ports import Dial, DonorPeer, JoinerConversation, OpenLink
 from recovery.transport.link import Link, Transfer
 
@@ -23,7 +24,7 @@ _RECEIVE_SECONDS = 0.5
 _WAIT_SECONDS = 600.0
 """Longest wait for one message: the machine watches progress and shuts the link long before. It bounds the life of a
 thread whose wait gloo does not end (see ``Link.shut``)."""
-_LET_GO_SECONDS = 0.5
+_LET_GO_SECONDS = 0.1
 """How long lanes' threads are waited for once their link is shut: then no receive can be written any more."""
 _TOLD_TOGETHER = 8
 _TOLD_SECONDS = 0.002
@@ -80,6 +81,7 @@ class DonorLine:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self._conversation: JoinerConversation | None = None
+        self._meeting = MeetingPoint(lambda letter: self.say(JoinerLetter(meeting=letter)))
         self._link: Link | None = None
         self._lanes: list[queue.SimpleQueue[tuple[int, Transfer, _Receiving] | None]] = []
         self._untold: list[JoinerEvent] = []
@@ -145,6 +147,7 @@ class DonorLine:
             self._closer = threading.Thread(
                 target=self._close, args=(reason,), name=f"recovery-joiner-close-{self._peer.name}"
             )
+        self._meeting.end(reason)
         if link is not None:
             link.shut(reason)
         self._closer.start()
@@ -197,7 +200,11 @@ class DonorLine:
             self._report(Dialled(name, round_trip))
             while not self._cancelled.is_set():
                 letter = conversation.receive(_RECEIVE_SECONDS)
-                if letter is not None:
+                if letter is None:
+                    continue
+                if letter.HasField("meeting"):
+                    self._meeting.heard(letter.meeting)
+                else:
                     self._report(Heard(name, letter))
         except RecoveryError as error:
             self._report(Ended(name, error))
@@ -207,7 +214,7 @@ class DonorLine:
     def _link_up(self, scope: str, lanes: int, sealing_key: bytes) -> None:
         name = self._peer.name
         try:
-            link = self._open_link(scope, self._data_host, lanes, self._cancelled)
+            link = self._open_link(self._meeting, scope, self._data_host, lanes, self._cancelled)
             if sealing_key:
                 link = self._seal(link, sealing_key, scope, name)
         except RecoveryError as error:
@@ -240,6 +247,10 @@ class DonorLine:
                 # The others of this lane are waited for too: until each wait has ended its memory is not ours.
                 self.tell()
                 self._report(Ended(name, error))
+                continue
+            except Exception as error:  # noqa: BLE001 - the thread's root, as above
+                self.tell()
+                self._report(Ended(name, DonorLost(f"{name}: what arrived could not be taken: {error!r}")))
                 continue
             with self._lock:
                 self._untold.append(Arrived(name, pull_id))

@@ -27,6 +27,7 @@ from recovery.protocol.joiner_io import (
     Fail,
     Finish,
     Forget,
+    Fork,
     JoinerAction,
     JoinerEvent,
     OpenLink,
@@ -86,6 +87,10 @@ class _Stop:
 
 
 _Work = Check | Write | Probe | _Stop
+
+
+def _nothing() -> None:
+    """What is done when some of a chunk's receives have ended, and others of them have not been posted."""
 
 
 class JoinerSession:
@@ -284,9 +289,12 @@ class JoinerSession:
                     self._queue.put(Prepared(role, viewable, candidates))
                 case Post(donor, flight, key, direct, pulls):
                     memory = self._memory.open_flight(flight, key, direct=direct)
-                    whole = functools.partial(self._memory.hash, flight, key)
+                    all_of_it = sum(pull.num_bytes for pull in pulls) == memory.numel()
+                    whole = functools.partial(self._memory.hash, flight, key) if all_of_it else _nothing
                     if donor not in broken and not self._lines[donor].post(memory, pulls, whole):
                         broken.add(donor)  # nothing may be asked for that no receive is posted for
+                case Fork(flight, twin, key, direct):
+                    self._memory.fork(flight, twin, key, direct=direct)
                 case Check(flight, key):
                     found = self._memory.check_hashed(flight, key)
                     if found is not None:

@@ -1,8 +1,13 @@
-"""Which chunk is asked of which donor, in which pieces, on which lane. Pure: no clock, no state, no IO."""
+"""Which range of which chunk is asked of which donor, on which lane. Pure: no clock, no state, no IO.
+
+Work is handed out piece by piece: whoever has room takes the next piece of the chunk that it has begun, then a chunk
+that nobody has begun, and at the end what others have begun and not asked for. So rates need not be known, and a lane
+or a donor that slows down holds back no more than what is in flight on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +23,10 @@ _BBR_LANES = 16
 """At 80 ms and 1 % loss 16 sockets carry 0.83 of the link, 8 carry 0.78; more only add handshakes that can be lost."""
 _WIDE_WINDOWS = 2
 """A near donor's window of so many least ones is filled half at a time."""
+_LEAST_LANE_SHARE = 0.25
+"""A lane is taken to carry at least this part of the lanes' mean."""
 _MAX_PASSED_OVER = 64
-"""Needs that one plan may pass over because their donors are busy: bounds a plan's cost for any size of state."""
+"""Needs that one plan may pass over because nobody with room may be asked: bounds a plan's cost for any state."""
 
 
 class ChunkKey(NamedTuple):
@@ -35,38 +42,37 @@ class PlannerConfig:
     """How much is asked for at once.
 
     Attributes:
-        min_piece_bytes: Smallest message, unless a chunk is smaller; a multiple of 64 KiB.
+        min_piece_bytes: Smallest message, unless less is left of a chunk; a multiple of 64 KiB.
         max_piece_bytes: Largest message.
         piece_seconds: A piece is sized to take this long on its lane.
-        min_window_bytes: Least bytes in flight from one donor. Two chunks, so that the next is asked for while one
-            arrives: a chunk is asked for whole.
-        far_window_bytes: The same for a donor that is far away, where lanes run dry while a chunk is asked for; also
-            what is lost with such a donor.
-        window_seconds: But no more than a donor brings in this time, so that a slow one holds up little at the end.
-            Long enough that a donor whose rate recovers is given work on all its lanes, by which that is seen.
-        window_round_trips: Bytes in flight are this many times rate x round trip, if that is more.
-        near_window_seconds: The same for a donor that is near (threads decide there, not the path) if what it sends is
-            received where it stays. gloo locks a connection while a message moves: a receive that is posted meanwhile
-            waits at the joiner and has the donor's thread spin. So many are posted ahead.
+        min_window_bytes: Bytes in flight from a donor that is near, or whose rate is unknown.
+        far_window_bytes: Least bytes in flight from a donor that is far away.
+        window_seconds: But no more than a donor brings in this time: what is in flight when a rate falls comes late.
+        window_round_trips: Bytes in flight are this many times rate x round trip, if that is more. Two for what a
+            sender keeps on the way and in the path's queue, one for asking, the rest for lanes faster than the mean.
+        near_window_seconds: Bytes in flight from a donor that is near (threads decide there, not the path) are what it
+            brings in this time, if that is more and is received where it stays. gloo locks a connection while a message
+            moves: a receive that is posted meanwhile waits at the joiner and has the donor's thread spin. So many are
+            posted ahead.
         near_window_share: But at most this share of what the donor lends.
         max_near_window_bytes: And at most this: it takes no memory, and as it arrives in order little has moved in vain
             when the donor is lost.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
-        overtake_seconds: At the end a chunk is asked a second time only if it is expected later than this.
+        overtake_seconds: What is on its way is asked a second time only if it is expected later than this.
     """
 
     min_piece_bytes: int = 64 * KIB
     max_piece_bytes: int = 4 * MIB
-    piece_seconds: float = 0.25
+    piece_seconds: float = 0.05
     min_window_bytes: int = 8 * MIB
-    far_window_bytes: int = 12 * MIB
-    window_seconds: float = 4.0
-    window_round_trips: float = 2.0
+    far_window_bytes: int = 2 * MIB
+    window_seconds: float = 0.5
+    window_round_trips: float = 5.0
     near_window_seconds: float = 0.1
     near_window_share: float = 0.25
     max_near_window_bytes: int = 256 * MIB
     max_window_bytes: int = 64 * MIB
-    overtake_seconds: float = 0.5
+    overtake_seconds: float = 0.2
 
     def __post_init__(self) -> None:
         if not 0 < self.min_piece_bytes <= self.max_piece_bytes or self.min_piece_bytes % _PIECE_STEP_BYTES:
@@ -91,56 +97,70 @@ class DonorView:
         rate: Bytes per second; 0: unknown.
         round_trip_seconds: From asking to the first byte.
         lane_bytes: Bytes asked for and not arrived, for each lane.
+        lane_rates: Bytes per second of each lane; 0: unknown. Empty: of none is known.
         lent_bytes: Bytes of all that it lends.
-        in_place: Every chunk is received where it stays: more in flight costs no memory.
+        in_place: Nearly everything is received where it stays: more in flight costs next to no memory.
     """
 
     name: str
     rate: float
     round_trip_seconds: float
     lane_bytes: tuple[int, ...]
+    lane_rates: tuple[float, ...] = ()
     lent_bytes: int = 0
     in_place: bool = False
-
-    @property
-    def near(self) -> bool:
-        return self.round_trip_seconds < _NEAR_SECONDS
 
     @property
     def in_flight_bytes(self) -> int:
         return sum(self.lane_bytes)
 
+    @property
+    def near(self) -> bool:
+        return self.round_trip_seconds < _NEAR_SECONDS
+
+
+class Span(NamedTuple):
+    """A range of a chunk; ``offset`` counts from the chunk's start."""
+
+    offset: int
+    num_bytes: int
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """A chunk that is wanted.
+    """What is wanted of a chunk and asked of nobody.
 
     Attributes:
-        avoid: Donors that sent it damaged, or are sending it already: asked only if nobody else can.
+        key: The chunk.
+        spans: The ranges that are wanted.
+        flight: The flight that has begun it; 0: nobody has begun it.
+        begun_by: The donor that began it; empty: nobody, or one that is lost.
+        alone: Only ``begun_by`` may go on with it.
+        avoid: Donors that sent it damaged: asked only if nobody else can.
         only: Donors that have it; None: all.
     """
 
     key: ChunkKey
-    num_bytes: int
+    spans: tuple[Span, ...]
+    flight: int = 0
+    begun_by: str = ""
+    alone: bool = False
     avoid: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
 
-
-class Piece(NamedTuple):
-    """A range of a chunk and the lane it is asked on."""
-
-    offset: int
-    num_bytes: int
-    lane: int
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.num_bytes for span in self.spans)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkOrder:
-    """Ask ``donor`` for the whole chunk, in these pieces, in this order."""
+class Asking(NamedTuple):
+    """Ask ``donor`` for a range of a chunk on a lane. ``flight`` 0: all for one new flight."""
 
     key: ChunkKey
+    flight: int
     donor: str
-    pieces: tuple[Piece, ...]
+    span: Span
+    lane: int
 
 
 def choose_lanes(round_trip_seconds: float | None, *, bbr: bool) -> int:
@@ -166,123 +186,220 @@ def piece_bytes(rate: float, num_lanes: int, config: PlannerConfig) -> int:
 
 
 def window_bytes(donor: DonorView, config: PlannerConfig) -> int:
-    """Return how many bytes may be in flight from a donor.
-
-    One whose rate is unknown may have the near window; a slow one holds at least what the planner gives to anyone who
-    holds nothing: one chunk.
-    """
+    """Return how many bytes may be in flight from a donor."""
+    if donor.rate <= 0:
+        return config.min_window_bytes
+    lanes = len(donor.lane_bytes)
     in_the_pipe = config.window_round_trips * donor.rate * donor.round_trip_seconds
-    far = not donor.near and donor.rate > 0
-    least: float = max(config.far_window_bytes, config.min_window_bytes) if far else config.min_window_bytes
-    if donor.rate > 0:
-        least = min(least, donor.rate * config.window_seconds)
-    wanted = max(in_the_pipe, least)
-    # Two pieces for each lane: while one travels the next is asked for.
-    for_lanes = 2 * len(donor.lane_bytes) * piece_bytes(donor.rate, len(donor.lane_bytes), config)
-    usual = int(min(max(wanted, for_lanes), config.max_window_bytes))
+    least = min(config.min_window_bytes if donor.near else config.far_window_bytes, donor.rate * config.window_seconds)
+    # Two pieces for each lane: while one travels the next is asked for. A lane without work looks slow, and stays so.
+    for_lanes = 2 * lanes * piece_bytes(donor.rate, lanes, config)
+    usual = int(min(max(in_the_pipe, least, for_lanes), config.max_window_bytes))
     if not donor.near or not donor.in_place:
         return usual
     ahead = min(donor.rate * config.near_window_seconds, donor.lent_bytes * config.near_window_share)
     return max(usual, int(min(ahead, config.max_near_window_bytes)))
 
 
-def plan(
-    needs: Iterable[Need], needed_bytes: int, donors: Sequence[DonorView], config: PlannerConfig
-) -> list[ChunkOrder]:
-    """Return what to ask for now, so that all donors finish together.
+class _Desk:
+    """A donor while a plan is made."""
 
-    Takes needs in their order until every donor's window is full. Each chunk goes to the donor that would have it
-    soonest. Near the end a slow donor gets nothing that would come later than if the fastest did all the rest.
+    def __init__(self, view: DonorView, assumed_rate: float, config: PlannerConfig) -> None:
+        self.name = view.name
+        self.rate = view.rate if view.rate > 0 else assumed_rate
+        self.delay = view.round_trip_seconds
+        self.window = window_bytes(view, config)
+        self.piece = piece_bytes(view.rate, len(view.lane_bytes), config)
+        self.lanes = list(view.lane_bytes)
+        # A lane that stood still is given little, but something: it shows whether it moves again.
+        mean = self.rate / len(self.lanes)
+        known = view.lane_rates or (0.0,) * len(self.lanes)
+        self.lane_rates = [max(rate, mean * _LEAST_LANE_SHARE) if rate > 0 else mean for rate in known]
+        self.in_flight = sum(self.lanes)
+        # A wide window near by is filled half at a time: receives are posted together, and letters are few.
+        wide = view.near and self.window >= _WIDE_WINDOWS * config.min_window_bytes
+        self.waits = wide and 2 * self.in_flight > self.window
+
+    @property
+    def has_room(self) -> bool:
+        return not self.in_flight or self.in_flight + self.piece <= self.window
+
+    def finish(self, num_bytes: int) -> float:
+        return self.delay + (self.in_flight + num_bytes) / self.rate
+
+    def take(self, num_bytes: int) -> int:
+        """Note that so much is asked; return the lane: the one that would bring it first."""
+        lane = min(range(len(self.lanes)), key=lambda lane: (self.lanes[lane] + num_bytes) / self.lane_rates[lane])
+        self.lanes[lane] += num_bytes
+        self.in_flight += num_bytes
+        return lane
+
+
+class _Rest:
+    """A need while a plan is made: what is still asked of nobody."""
+
+    def __init__(self, need: Need) -> None:
+        self.need = need
+        self.begun_by = need.begun_by
+        self.spans = list(need.spans)
+
+    def left(self) -> int:
+        return sum(span.num_bytes for span in self.spans)
+
+    def cut(self, num_bytes: int) -> Span:
+        first = self.spans[0]
+        if first.num_bytes <= num_bytes:
+            return self.spans.pop(0)
+        self.spans[0] = Span(first.offset + num_bytes, first.num_bytes - num_bytes)
+        return Span(first.offset, num_bytes)
+
+
+def plan(
+    begun: Iterable[Need], fresh: Iterable[Need], wanted_bytes: int, donors: Sequence[DonorView], config: PlannerConfig
+) -> list[Asking]:
+    """Return what to ask for now, so that all donors are busy and finish together.
+
+    Pieces go to the donor that is the first to run dry, until every window is full or nothing is left. Near the end a
+    slow donor gets nothing that would come later than if the others did all the rest.
 
     Args:
-        needs: Chunks that nobody is being asked for.
-        needed_bytes: Their sum.
+        begun: Chunks of which a part was asked for.
+        fresh: Chunks of which nothing was asked for, first come first.
+        wanted_bytes: The sum of both.
         donors: Donors that can be asked now.
         config: Sizes.
     """
-    if not donors:
-        return []
     known = [donor.rate for donor in donors if donor.rate > 0]
     assumed = sum(known) / len(known) if known else 1.0
-    rates = {donor.name: donor.rate if donor.rate > 0 else assumed for donor in donors}
-    lanes = {donor.name: list(donor.lane_bytes) for donor in donors}
-    windows = {donor.name: window_bytes(donor, config) for donor in donors}
-    for donor in donors:
-        # A wide window near by is filled half at a time: receives are posted together, and letters are few.
-        wide = donor.near and windows[donor.name] >= _WIDE_WINDOWS * config.min_window_bytes
-        if wide and 2 * donor.in_flight_bytes > windows[donor.name]:
-            windows[donor.name] = 0
-    if all(donor.in_flight_bytes and donor.in_flight_bytes >= windows[donor.name] for donor in donors):
+    by_name = {donor.name: _Desk(donor, assumed, config) for donor in donors}
+    desks = [desk for desk in by_name.values() if desk.has_room and not desk.waits]
+    if not desks:
         return []
-    sizes = {donor.name: piece_bytes(donor.rate, len(donor.lane_bytes), config) for donor in donors}
-    delays = {donor.name: donor.round_trip_seconds for donor in donors}
-    fastest = max(donors, key=lambda donor: rates[donor.name]).name
-    orders = []
-    passed_over = 0
-    for need in needs:
-        open_names = [
-            name for name in lanes if not (used := sum(lanes[name])) or used + need.num_bytes <= windows[name]
-        ]
-        if not open_names:
-            break
-        able = [name for name in lanes if need.only is None or name in need.only]
-        preferred = [name for name in able if name not in need.avoid] or able
-        candidates = [name for name in preferred if name in open_names]
-
-        def finish(name: str, num_bytes: int) -> float:
-            return delays[name] + (sum(lanes[name]) + num_bytes) / rates[name]
-
-        if candidates:
-            chosen = min(candidates, key=lambda name: (finish(name, need.num_bytes), name))
-            may_wait = fastest in preferred and chosen != fastest
-            if not may_wait or finish(chosen, need.num_bytes) <= finish(fastest, max(needed_bytes, need.num_bytes)):
-                pieces = _cut(need.num_bytes, sizes[chosen], lanes[chosen])
-                orders.append(ChunkOrder(key=need.key, donor=chosen, pieces=pieces))
-                needed_bytes -= need.num_bytes
-                continue
-        passed_over += 1
-        if passed_over >= _MAX_PASSED_OVER:
-            break
-    return orders
+    shelf = _Shelf(begun, fresh, set(by_name))
+    askings: list[Asking] = []
+    while desks:
+        desk = min(desks, key=lambda each: (each.finish(each.piece), each.name))
+        rest = shelf.choose(desk, by_name)
+        if rest is None or _others_are_sooner(desk, rest, wanted_bytes, by_name, shelf):
+            desks.remove(desk)
+            continue
+        span = rest.cut(desk.piece)
+        wanted_bytes -= span.num_bytes
+        if rest.begun_by not in by_name:
+            rest.begun_by = desk.name
+        askings.append(Asking(rest.need.key, rest.need.flight, desk.name, span, desk.take(span.num_bytes)))
+        if not desk.has_room:
+            desks.remove(desk)
+    return askings
 
 
-def _cut(num_bytes: int, size: int, lane_bytes: list[int]) -> tuple[Piece, ...]:
-    """Cut a chunk into pieces, each on the lane with the least in flight; ``lane_bytes`` is brought up to date."""
-    pieces = []
-    for offset in range(0, num_bytes, size):
-        length = min(size, num_bytes - offset)
-        lane = min(range(len(lane_bytes)), key=lambda index: (lane_bytes[index], index))
-        lane_bytes[lane] += length
-        pieces.append(Piece(offset, length, lane))
-    return tuple(pieces)
+def _others_are_sooner(desk: _Desk, rest: _Rest, wanted_bytes: int, desks: dict[str, _Desk], shelf: _Shelf) -> bool:
+    """Return whether the others would have everything that is wanted before this donor had one more piece of it."""
+    others = [each for each in desks.values() if each is not desk and shelf.may(each.name, rest)]
+    if not any(each.rate > desk.rate for each in others):
+        return False
+    size = min(desk.piece, rest.spans[0].num_bytes)
+    due = sum(each.in_flight for each in others) + max(wanted_bytes, size)
+    return desk.finish(size) > min(each.delay for each in others) + due / sum(each.rate for each in others)
+
+
+class _Shelf:
+    """What is still asked of nobody while a plan is made."""
+
+    def __init__(self, begun: Iterable[Need], fresh: Iterable[Need], names: set[str]) -> None:
+        self._begun = [_Rest(need) for need in begun]
+        self._fresh: Iterator[Need] = iter(fresh)
+        self._passed_over: list[_Rest] = []
+        self._names = names
+
+    def may(self, name: str, rest: _Rest) -> bool:
+        """Return whether a donor may be asked for it: one that damaged it only if nobody else can."""
+        need = rest.need
+        if need.only is not None and name not in need.only:
+            return False
+        if need.alone and rest.begun_by not in ("", name):
+            return False
+        able = self._names if need.only is None else self._names & need.only
+        return name not in need.avoid or not able - need.avoid
+
+    def choose(self, desk: _Desk, desks: dict[str, _Desk]) -> _Rest | None:
+        """Return what a donor is to be asked for next; None: nothing is left for it."""
+        self._begun = [rest for rest in self._begun if rest.spans]
+        begun = [rest for rest in self._begun if self.may(desk.name, rest)]
+        for owner in (desk.name, ""):
+            for rest in begun:
+                if rest.begun_by == owner or (not owner and rest.begun_by not in desks):
+                    return rest
+        found = self._take_fresh(desk.name)
+        if found is not None:
+            self._begun.append(found)
+            return found
+
+        # The end: what another has begun, if that one is to be waited for longer.
+        def awaited(rest: _Rest) -> float:
+            return desks[rest.begun_by].finish(rest.left())
+
+        late = max(begun, key=awaited, default=None)
+        return late if late is not None and desk.finish(desk.piece) < awaited(late) else None
+
+    def _take_fresh(self, name: str) -> _Rest | None:
+        for index, rest in enumerate(self._passed_over):
+            if self.may(name, rest):
+                return self._passed_over.pop(index)
+        while len(self._passed_over) < _MAX_PASSED_OVER:
+            need = next(self._fresh, None)
+            if need is None:
+                return None
+            rest = _Rest(need)
+            if self.may(name, rest):
+                return rest
+            self._passed_over.append(rest)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
-    """A chunk that is being asked of one donor, and when it is to be expected at that donor's pace."""
+    """A chunk of which everything is asked for and not everything has come.
 
-    key: ChunkKey
-    num_bytes: int
-    donor: str
+    Attributes:
+        number: The flight.
+        missing_bytes: What has not come.
+        donors: Who owes it.
+        own_lanes_help: Whether the same donors may be asked again, on other lanes: their receives can be left behind.
+        remaining_seconds: When it is to be expected at the donors' pace.
+    """
+
+    number: int
+    missing_bytes: int
+    donors: frozenset[str]
+    own_lanes_help: bool
     remaining_seconds: float
 
 
-def overtake(flights: Sequence[Flight], idle: Sequence[DonorView], config: PlannerConfig) -> list[ChunkOrder]:
-    """Return chunks to ask a second time, of donors that have nothing else to do: the slowest first.
+class Overtaking(NamedTuple):
+    """Ask ``donor`` a second time for what a flight misses."""
 
-    A chunk is asked again only of a donor that would have it in less than half of the time that is still expected.
+    flight: int
+    donor: str
+
+
+def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: PlannerConfig) -> list[Overtaking]:
+    """Return what to ask a second time when nothing else is left to ask for: the latest first, one of each donor.
+
+    Something is asked again only of a donor that would have it in less than half of the time that is still expected.
     """
-    orders = []
-    free = {donor.name: donor for donor in idle if donor.rate > 0}
+    found = []
+    free = {donor.name: donor for donor in donors if donor.rate > 0 and 0 in donor.lane_bytes}
     for flight in sorted(flights, key=lambda flight: -flight.remaining_seconds):
-        able = [donor for donor in free.values() if donor.name != flight.donor]
+
+        def quick(donor: DonorView, missing_bytes: int = flight.missing_bytes) -> float:
+            return donor.round_trip_seconds + (donor.in_flight_bytes + missing_bytes) / donor.rate
+
+        able = [donor for donor in free.values() if flight.own_lanes_help or donor.name not in flight.donors]
         if not able:
             continue
-        best = max(able, key=lambda donor: (donor.rate, donor.name))
-        quick = best.round_trip_seconds + flight.num_bytes / best.rate
-        if max(2 * quick, config.overtake_seconds) < flight.remaining_seconds:
+        best = min(able, key=lambda donor: (quick(donor), donor.name))
+        if max(2 * quick(best), config.overtake_seconds) < flight.remaining_seconds:
             del free[best.name]
-            size = piece_bytes(best.rate, len(best.lane_bytes), config)
-            pieces = _cut(flight.num_bytes, size, list(best.lane_bytes))
-            orders.append(ChunkOrder(key=flight.key, donor=best.name, pieces=pieces))
-    return orders
+            found.append(Overtaking(flight.number, best.name))
+    return found

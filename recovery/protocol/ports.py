@@ -15,7 +15,7 @@ from protos.recovery.v1.peer_pb2 import DonorLetter, JoinerLetter, Open
 from recovery.errors import MisuseError
 from recovery.state.manifest import Manifest
 from recovery.transport.link import Link
-from recovery.types import Fingerprint, PartName, RunId, TransferId, Version, WorkerRef
+from recovery.types import Fingerprint, KeyValue, PartName, RunId, TransferId, Version, WorkerRef
 
 Role: TypeAlias = peer_pb2.ManifestRole.ValueType
 """Which of a conversation's manifests: ``OUTER``, ``PRIVATE``, ``JOURNAL`` or ``SCALARS``."""
@@ -182,8 +182,8 @@ class Attempt:
 Dial = Callable[[DonorPeer], JoinerConversation]
 """Opens the direct stream. Raises: TryOtherDonor. Called in a thread of its own for each donor."""
 
-OpenLink = Callable[[str, str, int, threading.Event], Link]
-"""(scope, own host, lanes, cancelled) to this end of the link. Raises: TryOtherDonor, BadConfiguration."""
+OpenLink = Callable[[KeyValue, str, str, int, threading.Event], Link]
+"""(where the ends meet, scope, own host, lanes, cancelled) to this end of the link. Raises: TryOtherDonor, BadConfiguration."""
 
 OnManifest = Callable[[Role, Manifest], Mapping[PartName, Destination]]
 """Checks a verified manifest against the joiner's state and returns the memory of each of its parts. What it raises

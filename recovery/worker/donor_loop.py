@@ -15,6 +15,7 @@ from recovery.protocol.ports import SnapshotSource
 from recovery.protocol.session import DonorConfig, DonorSession, RateLimiter
 from recovery.transport.link import Link
 from recovery.transport.process_group import DONOR_RANK, open_gloo_link
+from recovery.types import KeyValue
 from recovery.worker.context import Context
 
 logger = logging.getLogger(__name__)
@@ -124,9 +125,9 @@ class DonorLoop:
             self._sessions[session] = opening.transfer_id
         self._show_slots()
 
-    def _open_link(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
+    def _open_link(self, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
         return open_gloo_link(
-            self._context.client.key_value(),
+            store,
             scope,
             rank=DONOR_RANK,
             host=host,

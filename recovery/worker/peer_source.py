@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from protos.recovery.v1 import coordinator_pb2 as pb
-from recovery.control.peer_service import Conversation, dial, probe_any
+from recovery.control.peer_service import Conversation, dial_at_once, probe_any
 from recovery.control.security import is_loopback
 from recovery.control.wire import from_proto
 from recovery.errors import DonorRefused, RecoveryError
@@ -36,7 +36,7 @@ from recovery.state import Manifest, PartBytes, Restoration, RestoreMode, Restor
 from recovery.state.parts import LIVE_PARAMS
 from recovery.transport.link import Link
 from recovery.transport.process_group import JOINER_RANK, open_gloo_link
-from recovery.types import Address, Fingerprint, PartName, RunId, TransferId, Version
+from recovery.types import Address, Fingerprint, KeyValue, PartName, RunId, TransferId, Version
 from recovery.worker.context import Context
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class PeerSource:
         return spool
 
     def _dial(self, peer: DonorPeer) -> Conversation:
-        return dial(
+        return dial_at_once(
             [Address.parse(address) for address in peer.addresses],
             self._context.config.security,
             run_id=self._context.config.run_id,
@@ -274,9 +274,9 @@ class PeerSource:
             peer_is_remote=not is_loopback(self._context.host),
         ).round_trip_seconds
 
-    def _open_link(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
+    def _open_link(self, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
         return open_gloo_link(
-            self._context.client.key_value(),
+            store,
             scope,
             rank=JOINER_RANK,
             host=host,

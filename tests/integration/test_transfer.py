@@ -16,27 +16,23 @@ from recovery.protocol.session import ChunkLedger, ChunkSpool, JoinerConfig, Joi
 from recovery.state.chunks import PartBytes
 from recovery.state.manifest import Manifest
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, GlooLink, open_gloo_link
-from recovery.types import KIB, MIB, PartName
+from recovery.types import KIB, MIB, KeyValue, PartName
 from tests.support.memory_donor import Destinations, MemoryDonor, MemorySnapshots, attempt
-from tests.support.memory_store import MemoryStore
 
 
 class Wires:
-    """Opens both ends of gloo links through one store."""
+    """Opens both ends of gloo links, which meet through their conversation."""
 
-    def __init__(self) -> None:
-        self.store = MemoryStore()
+    def donor_end(self, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+        return self._open(DONOR_RANK, store, scope, host, lanes, cancelled)
 
-    def donor_end(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
-        return self._open(DONOR_RANK, scope, host, lanes, cancelled)
+    def joiner_end(self, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+        return self._open(JOINER_RANK, store, scope, host, lanes, cancelled)
 
-    def joiner_end(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
-        return self._open(JOINER_RANK, scope, host, lanes, cancelled)
-
-    def _open(self, rank: int, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
-        return open_gloo_link(
-            self.store, scope, rank=rank, host=host, lanes=lanes, timeout_seconds=20, cancelled=cancelled
-        )
+    def _open(
+        self, rank: int, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event
+    ) -> GlooLink:
+        return open_gloo_link(store, scope, rank=rank, host=host, lanes=lanes, timeout_seconds=20, cancelled=cancelled)
 
 
 def big(num_bytes: int, seed: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from recovery.protocol import joiner_io as io
 from recovery.protocol.joiner import JoinerMachine
 from recovery.protocol.session import DonorConfig, JoinerConfig
 from recovery.transport.link import Link, Transfer
-from recovery.types import MIB
+from recovery.types import MIB, KeyValue
 from tests.integration.test_transfer import Wires, outer_state, private_state, run_joiner
 from tests.support.certificates import Authority
 from tests.support.fleet import Fleet
@@ -46,8 +46,8 @@ class Tap:
 
 
 def tapped(wires: Wires, taps: list[Tap], damage: int = 0):  # type: ignore[no-untyped-def]
-    def open_link(scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
-        taps.append(Tap(wires.donor_end(scope, host, lanes, cancelled), damage))
+    def open_link(store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
+        taps.append(Tap(wires.donor_end(store, scope, host, lanes, cancelled), damage))
         return taps[-1]  # type: ignore[return-value]
 
     return open_link

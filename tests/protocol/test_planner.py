@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from recovery.errors import BadConfiguration
 from recovery.protocol.planner import (
+    Asking,
     ChunkKey,
     DonorView,
     Flight,
     Need,
+    Overtaking,
     PlannerConfig,
+    Span,
     choose_lanes,
     overtake,
     piece_bytes,
@@ -30,16 +33,24 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(OUTER, 0, number)
 
 
+def need(number: int, num_bytes: int = CHUNK, **options: object) -> Need:
+    return Need(key=key(number), spans=(Span(0, num_bytes),), **options)  # type: ignore[arg-type]
+
+
 def needs(count: int, num_bytes: int = CHUNK) -> list[Need]:
-    return [Need(key=key(number), num_bytes=num_bytes) for number in range(count)]
+    return [need(number, num_bytes) for number in range(count)]
 
 
 def donor(name: str, rate: float = 0.0, lanes: tuple[int, ...] = (0, 0), round_trip: float = 0.0) -> DonorView:
     return DonorView(name=name, rate=rate, round_trip_seconds=round_trip, lane_bytes=lanes)
 
 
+def asked(askings: list[Asking], name: str) -> int:
+    return sum(asking.span.num_bytes for asking in askings if asking.donor == name)
+
+
 def test_nobody_to_ask_means_nothing_is_asked() -> None:
-    assert plan(needs(3), 3 * CHUNK, [], CONFIG) == []
+    assert plan([], needs(3), 3 * CHUNK, [], CONFIG) == []
 
 
 @pytest.mark.parametrize(
@@ -48,24 +59,23 @@ def test_nobody_to_ask_means_nothing_is_asked() -> None:
         (0.0, 1, 512 * KIB),  # unknown
         (0.0, 64, 64 * KIB),  # unknown, many lanes: a window of small pieces
         (1e3, 1, 64 * KIB),  # slow: the smallest
-        (25e6, 8, 768 * KIB - 64 * KIB),  # a quarter of a second of one lane's share, in steps of 64 KiB
-        (25e6, 64, 64 * KIB),
+        (100e6, 8, 576 * KIB),  # a twentieth of a second of one lane's share, in steps of 64 KiB
+        (25e6, 16, 64 * KIB),
         (3e9, 2, 4 * MIB),  # fast: the largest
     ],
 )
-def test_a_piece_takes_a_quarter_of_a_second_of_its_lane(rate: float, lanes: int, expected: int) -> None:
+def test_a_piece_takes_a_twentieth_of_a_second_of_its_lane(rate: float, lanes: int, expected: int) -> None:
     assert piece_bytes(rate, lanes, CONFIG) == expected
 
 
 @pytest.mark.parametrize(
     ("rate", "round_trip", "lanes", "expected"),
     [
-        (0.0, 0.0, 1, 8 * MIB),
+        (0.0, 0.0, 1, 8 * MIB),  # unknown
         (100e6, 0.0001, 1, 8 * MIB),  # near
-        (24e6, 0.08, 8, 12 * MIB),  # far: lanes run dry while a chunk is asked for
-        (1e6, 0.08, 8, 4_000_000),  # slow: what it brings in four seconds
-        (1e5, 0.08, 8, 1 * MIB),  # slower: two pieces for each lane
-        (25e6, 0.5, 64, 25_000_000),  # two round trips' worth of bytes
+        (5e6, 0.0001, 1, 2_500_000),  # near and slow: half a second of it
+        (25e6, 0.08, 16, 10_000_000),  # five round trips' worth of bytes
+        (1e6, 0.08, 16, 2 * MIB),  # slow: two pieces for each lane
         (3e9, 0.0001, 2, 16 * MIB),  # two pieces for each lane
         (1e10, 1.0, 2, 64 * MIB),  # the cap
     ],
@@ -74,48 +84,79 @@ def test_windows(rate: float, round_trip: float, lanes: int, expected: int) -> N
     assert window_bytes(donor("d", rate, (0,) * lanes, round_trip), CONFIG) == expected
 
 
-def test_pieces_cover_a_chunk_in_order_and_spread_over_the_lanes() -> None:
-    (order,) = plan(needs(1), CHUNK, [donor("d", lanes=(10 * KIB, 0))], CONFIG)
-    assert [piece.offset for piece in order.pieces] == [512 * KIB * index for index in range(8)]
-    assert sum(piece.num_bytes for piece in order.pieces) == CHUNK
-    assert [piece.lane for piece in order.pieces] == [1, 0, 1, 0, 1, 0, 1, 0]
+def test_a_chunk_is_cut_in_order_and_spread_over_the_lanes() -> None:
+    askings = plan([], needs(1), CHUNK, [donor("d", lanes=(10 * KIB, 0))], CONFIG)
+    assert [asking.span for asking in askings] == [Span(512 * KIB * index, 512 * KIB) for index in range(8)]
+    assert [asking.lane for asking in askings] == [1, 0, 1, 0, 1, 0, 1, 0]
+
+
+def test_a_lane_is_given_what_it_carries() -> None:
+    view = DonorView(name="d", rate=40e6, round_trip_seconds=0.08, lane_bytes=(0, 0, 0), lane_rates=(30e6, 10e6, 0.1))
+    askings = plan([], needs(100), 100 * CHUNK, [view], CONFIG)
+    lanes = [sum(asking.span.num_bytes for asking in askings if asking.lane == lane) for lane in range(3)]
+    assert lanes[0] == pytest.approx(3 * lanes[1], rel=0.25)
+    assert 0 < lanes[2] < lanes[1] / 2, "one that stands still is tried all the same"
 
 
 def test_a_full_window_gets_nothing() -> None:
-    assert plan(needs(3), 3 * CHUNK, [donor("d", lanes=(3 * MIB, 2 * MIB))], CONFIG) == []
+    assert plan([], needs(3), 3 * CHUNK, [donor("d", lanes=(5 * MIB, 3 * MIB))], CONFIG) == []
 
 
-def test_one_chunk_is_always_allowed_however_small_the_window() -> None:
-    small = PlannerConfig(min_window_bytes=1 * MIB, max_window_bytes=1 * MIB)
-    assert len(plan(needs(3), 3 * CHUNK, [donor("d", rate=1e4)], small)) == 1
+def test_a_piece_is_always_allowed_however_small_the_window() -> None:
+    small = PlannerConfig(min_window_bytes=1 * KIB, max_window_bytes=1 * KIB)
+    assert len(plan([], needs(3), 3 * CHUNK, [donor("d", rate=1e4)], small)) == 1
 
 
-def test_chunks_go_where_they_are_soonest() -> None:
-    donors = [donor("slow", 10e6), donor("fast", 90e6)]
-    wide = PlannerConfig(min_window_bytes=2000 * MIB, max_window_bytes=2000 * MIB, window_seconds=1000.0)
-    orders = plan(needs(100), 100 * CHUNK, donors, wide)
-    share = [order.donor for order in orders]
-    assert share[0] == "fast"
-    assert share.count("fast") == 9 * share.count("slow")
+def test_windows_are_filled_by_rate() -> None:
+    donors = [donor("slow", 10e6, round_trip=0.1), donor("fast", 90e6, round_trip=0.1)]
+    askings = plan([], needs(100), 100 * CHUNK, donors, CONFIG)
+    assert asked(askings, "fast") == pytest.approx(9 * asked(askings, "slow"), rel=0.1)
+
+
+def test_each_donor_goes_on_with_its_own_chunk() -> None:
+    begun = [need(0, flight=7, begun_by="a"), need(1, flight=8, begun_by="b")]
+    askings = plan(begun, needs(9), 11 * CHUNK, [donor("a", 10e6), donor("b", 10e6)], CONFIG)
+    first = {asking.donor: asking for asking in reversed(askings)}
+    assert (first["a"].flight, first["b"].flight) == (7, 8)
+    assert {asking.donor for asking in askings if asking.flight == 7} == {"a"}
+
+
+def test_what_a_lost_donor_had_begun_comes_before_new_chunks() -> None:
+    left = Need(key=key(5), spans=(Span(64, 100), Span(1000, 50)), flight=3, begun_by="gone")
+    askings = plan([left], needs(2), 2 * CHUNK + 150, [donor("a", 10e6)], CONFIG)
+    assert [asking[:4] for asking in askings[:2]] == [(key(5), 3, "a", Span(64, 100)), (key(5), 3, "a", Span(1000, 50))]
+
+
+def test_at_the_end_an_idle_donor_takes_what_a_slow_one_has_begun() -> None:
+    slow, fast = donor("slow", 1e6, lanes=(64 * KIB, 0)), donor("fast", 50e6)
+    begun = [need(0, flight=1, begun_by="slow")]
+    askings = plan(begun, (), CHUNK, [slow, fast], CONFIG)
+    assert {asking.donor for asking in askings} == {"fast"}
+    assert asked(askings, "fast") == CHUNK
+    alone = [need(0, flight=1, begun_by="slow", alone=True)]
+    assert {asking.donor for asking in plan(alone, (), CHUNK, [slow, fast], CONFIG)} == {"slow"}
 
 
 def test_at_the_end_a_slow_donor_is_not_waited_for() -> None:
-    donors = [donor("slow", 1e6), donor("fast", 100e6, lanes=(8 * MIB, 8 * MIB))]
-    assert plan(needs(1), CHUNK, donors, CONFIG) == []
-    # With much left to do it is asked, for no more than a chunk: it needs four seconds for one.
-    assert [order.donor for order in plan(needs(500), 500 * CHUNK, donors, CONFIG)] == ["slow"]
+    donors = [donor("slow", 0.5e6), donor("fast", 100e6, lanes=(4 * MIB, 4 * MIB))]
+    assert plan([], needs(1, 256 * KIB), 256 * KIB, donors, CONFIG) == []
+    # With much left to do it is asked, for half a second's worth.
+    askings = plan([], needs(500), 500 * CHUNK, donors, CONFIG)
+    assert 0 < asked(askings, "slow") <= 256 * KIB
 
 
 def test_a_donor_that_damaged_a_chunk_is_asked_only_if_nobody_else_can() -> None:
-    wanted = Need(key=key(0), num_bytes=CHUNK, avoid=frozenset({"d0"}))
-    assert plan([wanted], CHUNK, [donor("d0", 1e9), donor("d1", 1e6)], CONFIG)[0].donor == "d1"
-    assert plan([wanted], CHUNK, [donor("d0", 1e9)], CONFIG)[0].donor == "d0"
+    wanted = need(0, avoid=frozenset({"d0"}))
+    askings = plan([], [wanted], CHUNK, [donor("d0", 1e9), donor("d1", 1e8)], CONFIG)
+    assert {asking.donor for asking in askings} == {"d1"}
+    assert plan([], [wanted], CHUNK, [donor("d0", 1e9)], CONFIG)[0].donor == "d0"
 
 
 def test_a_chunk_is_asked_only_of_those_that_have_it() -> None:
-    wanted = Need(key=key(0), num_bytes=CHUNK, only=frozenset({"d1"}))
-    assert plan([wanted], CHUNK, [donor("d0", 1e9), donor("d1", 1e6)], CONFIG)[0].donor == "d1"
-    assert plan([wanted], CHUNK, [donor("d0", 1e9)], CONFIG) == []
+    wanted = need(0, only=frozenset({"d1"}))
+    askings = plan([], [wanted], CHUNK, [donor("d0", 1e9), donor("d1", 1e8)], CONFIG)
+    assert {asking.donor for asking in askings} == {"d1"}
+    assert plan([], [wanted], CHUNK, [donor("d0", 1e9)], CONFIG) == []
 
 
 def test_a_plan_costs_the_same_for_any_state() -> None:
@@ -123,28 +164,41 @@ def test_a_plan_costs_the_same_for_any_state() -> None:
 
     def endless() -> object:
         nonlocal seen
-        for need in needs(100_000, 1):
+        for number in range(100_000):
             seen += 1
-            yield Need(key=need.key, num_bytes=1, only=frozenset({"away"}))
+            yield need(number, 1, only=frozenset({"away"}))
 
-    assert plan(endless(), 100_000, [donor("d0", 1e6)], CONFIG) == []  # type: ignore[arg-type]
+    assert plan([], endless(), 100_000, [donor("d0", 1e6)], CONFIG) == []  # type: ignore[arg-type]
     assert seen <= 100
 
 
+def flight(number: int, remaining: float, *, direct: bool = True, missing: int = CHUNK) -> Flight:
+    return Flight(
+        number=number,
+        missing_bytes=missing,
+        donors=frozenset({"slow"}),
+        own_lanes_help=not direct,
+        remaining_seconds=remaining,
+    )
+
+
 def test_overtaking_needs_a_donor_that_is_clearly_faster() -> None:
-    slow = Flight(key=key(0), num_bytes=CHUNK, donor="slow", remaining_seconds=30.0)
-    soon = Flight(key=key(1), num_bytes=CHUNK, donor="slow", remaining_seconds=0.3)
-    fast = donor("fast", 40e6)
-    assert [order.key for order in overtake([soon, slow], [fast], CONFIG)] == [key(0)]
+    slow, soon = flight(1, 30.0), flight(2, 0.15)
+    assert overtake([soon, slow], [donor("fast", 40e6)], CONFIG) == [Overtaking(1, "fast")]
     assert overtake([slow], [donor("no better", 0.2e6)], CONFIG) == []
-    assert overtake([slow], [donor("slow", 40e6)], CONFIG) == [], "a donor does not overtake itself"
     assert overtake([slow], [donor("unknown")], CONFIG) == []
+    assert overtake([slow], [donor("busy", 40e6, lanes=(1, 1))], CONFIG) == []
 
 
-def test_each_idle_donor_overtakes_one_chunk() -> None:
-    flights = [Flight(key=key(n), num_bytes=CHUNK, donor="slow", remaining_seconds=10.0 + n) for n in range(5)]
-    orders = overtake(flights, [donor("a", 1e8), donor("b", 2e8)], CONFIG)
-    assert [(order.key, order.donor) for order in orders] == [(key(4), "b"), (key(3), "a")]
+def test_a_donor_overtakes_itself_only_where_its_late_bytes_can_be_left_behind() -> None:
+    own = donor("slow", 40e6, lanes=(64 * KIB, 0))
+    assert overtake([flight(1, 3.0)], [own], CONFIG) == []
+    assert overtake([flight(1, 3.0, direct=False, missing=64 * KIB)], [own], CONFIG) == [Overtaking(1, "slow")]
+
+
+def test_each_donor_overtakes_one_flight() -> None:
+    flights = [flight(n, 10.0 + n) for n in range(5)]
+    assert overtake(flights, [donor("a", 1e8), donor("b", 2e8)], CONFIG) == [Overtaking(4, "b"), Overtaking(3, "a")]
 
 
 @pytest.mark.parametrize(
@@ -189,23 +243,23 @@ def test_whatever_the_numbers_plans_are_sound(
     counts: list[int], donors: list[tuple[int, float, tuple[int, ...], float]]
 ) -> None:
     views = [donor(f"d{index}", rate, lanes, trip) for index, rate, lanes, trip in donors]
-    wanted = [Need(key=key(number), num_bytes=count) for number, count in enumerate(counts)]
-    orders = plan(wanted, sum(counts), views, CONFIG)
-    assert len({order.key for order in orders}) == len(orders)
+    begun = [need(number, count, flight=number + 1, begun_by="d0") for number, count in enumerate(counts[:5])]
+    fresh = [need(number, count) for number, count in enumerate(counts)][5:]
+    askings = plan(begun, fresh, sum(counts), views, CONFIG)
+    reached = dict.fromkeys(range(len(counts)), 0)
     added = {view.name: 0 for view in views}
-    for order in orders:
-        view = next(view for view in views if view.name == order.donor)
-        size = counts[order.key.chunk]
-        assert sum(piece.num_bytes for piece in order.pieces) == size
-        position = 0
-        for piece in order.pieces:
-            assert piece.offset == position
-            assert 0 < piece.num_bytes <= CONFIG.max_piece_bytes
-            assert piece.lane < len(view.lane_bytes)
-            position += piece.num_bytes
+    for asking in askings:
+        view = next(view for view in views if view.name == asking.donor)
+        chunk, size = asking.key.chunk, asking.span.num_bytes
+        assert asking.flight == (chunk + 1 if chunk < 5 else 0)
+        assert asking.span.offset == reached[chunk], "in order, nothing twice"
+        reached[chunk] += size
+        assert reached[chunk] <= counts[chunk]
+        assert 0 < size <= CONFIG.max_piece_bytes
+        assert asking.lane < len(view.lane_bytes)
         before = view.in_flight_bytes + added[view.name]
         assert before == 0 or before + size <= window_bytes(view, CONFIG)
         added[view.name] += size
     # Something always moves: a donor with nothing in flight is never left idle if it is the only one.
-    if wanted and len(views) == 1 and views[0].in_flight_bytes == 0:
-        assert orders
+    if counts and len(views) == 1 and views[0].in_flight_bytes == 0:
+        assert askings

@@ -24,7 +24,10 @@ from tests.support.memory_donor import Destinations, MemorySnapshots
 from tests.support.memory_simulation import SimulatedDonor, Simulation
 
 SMALL = JoinerConfig(
-    lanes=3, planner=PlannerConfig(max_piece_bytes=2 * MIB, min_window_bytes=1 * MIB, max_window_bytes=4 * MIB)
+    lanes=3,
+    planner=PlannerConfig(
+        max_piece_bytes=2 * MIB, piece_seconds=0.25, min_window_bytes=1 * MIB, max_window_bytes=4 * MIB
+    ),
 )
 
 

@@ -234,6 +234,9 @@ class Simulation:
                     self._inbox.append(joiner_io.Prepared(role, viewable, candidates))
                 case joiner_io.Post():
                     self._post(action)
+                case joiner_io.Fork(flight, twin, key, direct):
+                    self.memory.fork(flight, twin, key, direct=direct)
+                    self._bounced.add(twin)
                 case joiner_io.Check() | joiner_io.Write() | joiner_io.Probe():
                     self._work.append(action)
                 case joiner_io.Forget(flight):
@@ -261,7 +264,7 @@ class Simulation:
     def _post(self, post: joiner_io.Post) -> None:
         donor = self.donors[post.donor]
         memory = self.memory.open_flight(post.flight, post.key, direct=post.direct)
-        if not post.direct:
+        if not post.direct and post.flight not in self._bounced:
             self._bounced.add(post.flight)
             memory.fill_(0xEE)
         for pull in post.pulls:

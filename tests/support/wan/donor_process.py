@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from recovery.control.channel import open_channel
-from recovery.control.key_value import RendezvousKeyValue
 from recovery.control.peer_service import DonorConversation, PeerServer
 from recovery.control.security import SecurityConfig
 from recovery.protocol.session import DonorConfig, DonorResult, DonorSession, RateLimiter
 from recovery.transport.process_group import DONOR_RANK, GlooLink, open_gloo_link
-from recovery.types import Address
+from recovery.types import KeyValue
 from tests.support.memory_donor import RUN, MemorySnapshots, worker
 from tests.support.wan.transfer_state import outer_state
 
@@ -31,14 +29,12 @@ def serve(plan: dict[str, Any]) -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
     snapshots = MemorySnapshots(plan["name"], outer_state(plan["state_bytes"], plan.get("seed", 1)))
-    where = Address.parse(plan["coordinator"])
-    store = RendezvousKeyValue(open_channel(where, SECURITY, what="the coordinator"), str(where))
     limiter = RateLimiter(plan.get("bytes_per_second", 0))
     config = DonorConfig(data_host=plan["host"], progress_seconds=plan.get("progress_seconds", 10.0))
     numbers = itertools.count(1)
     results: list[DonorResult] = []
 
-    def open_link(scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+    def open_link(store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
         return open_gloo_link(
             store,
             scope,
@@ -75,7 +71,6 @@ def serve(plan: dict[str, Any]) -> None:
                     print(json.dumps(ended), flush=True)
                 case other:
                     raise ValueError(f"an order {other}")
-    store.close()
 
 
 if __name__ == "__main__":

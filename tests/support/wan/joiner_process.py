@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from recovery.control.channel import open_channel
-from recovery.control.key_value import RendezvousKeyValue
-from recovery.control.peer_service import Conversation, dial, probe_any
+from recovery.control.peer_service import Conversation, dial_at_once, probe_any
 from recovery.control.security import SecurityConfig
 from recovery.errors import RecoveryError
 from recovery.events import Event, LogSink
@@ -26,7 +24,7 @@ from recovery.protocol.session import Attempt, ChunkLedger, DonorPeer, JoinerCon
 from recovery.state.chunks import PartBytes
 from recovery.state.manifest import Manifest
 from recovery.transport.process_group import JOINER_RANK, GlooLink, open_gloo_link
-from recovery.types import Address, Fingerprint, PartName, TransferId
+from recovery.types import Address, Fingerprint, KeyValue, PartName, TransferId
 from tests.support.memory_donor import RUN, VERSION, worker
 from tests.support.wan.transfer_state import outer_state
 
@@ -58,8 +56,6 @@ class Joiner:
         self._state_bytes = 0
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._ledger = MarkingLedger(0)
-        where = Address.parse(plan["coordinator"])
-        self._store = RendezvousKeyValue(open_channel(where, SECURITY, what="the coordinator"), str(where))
         self._links: list[GlooLink] = []
         self._connected_at = 0.0
         self._me = worker(plan["name"])
@@ -132,7 +128,7 @@ class Joiner:
         return {part.name: PartBytes(list(self._state[part.name].values()), part.tensors) for part in manifest.parts}
 
     def _dial(self, peer: DonorPeer) -> Conversation:
-        return dial(
+        return dial_at_once(
             [Address.parse(each) for each in peer.addresses],
             SECURITY,
             run_id=RUN,
@@ -144,9 +140,9 @@ class Joiner:
         addresses = [Address.parse(each) for each in peer.addresses]
         return probe_any(addresses, SECURITY, run_id=RUN, sender=self._me, expected=peer.worker).round_trip_seconds
 
-    def _open_link(self, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
+    def _open_link(self, store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
         link = open_gloo_link(
-            self._store,
+            store,
             scope,
             rank=JOINER_RANK,
             host=host,

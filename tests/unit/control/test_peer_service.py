@@ -12,7 +12,7 @@ import pytest
 
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control import conversation as conversation_module
-from recovery.control.peer_client import dial, probe, probe_any
+from recovery.control.peer_client import dial, dial_at_once, probe, probe_any
 from recovery.control.peer_service import DonorConversation, PeerServer
 from recovery.control.rpc_errors import status_code
 from recovery.control.security import SecurityConfig
@@ -35,9 +35,9 @@ def answer(lanes: int) -> peer_pb2.DonorLetter:
 class Donor:
     """A peer server whose conversations a test takes out and plays by hand."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, worker: WorkerRef = DONOR, **options: object) -> None:
         self.conversations: queue.SimpleQueue[DonorConversation] = queue.SimpleQueue()
-        self.server = PeerServer("127.0.0.1", 0, self.conversations.put, PLAIN, worker=DONOR, run_id="run", **options)  # type: ignore[arg-type]
+        self.server = PeerServer("127.0.0.1", 0, self.conversations.put, PLAIN, worker=worker, run_id="run", **options)  # type: ignore[arg-type]
 
     def next(self) -> DonorConversation:
         return self.conversations.get(timeout=30)
@@ -327,10 +327,79 @@ def test_a_probe_over_its_cap_is_refused_on_both_sides(donor: Donor) -> None:
 
 
 def test_a_path_that_works_both_ways_is_proved(donor: Donor) -> None:
-    other = Donor()
-    with other.server:
-        back = [Address("127.0.0.1", closed_port()), other.server.address]
+    own = Donor(JOINER)
+    with own.server:
+        back = [Address("127.0.0.1", closed_port()), own.server.address]
         assert probe(donor.server.address, PLAIN, run_id="run", sender=JOINER, dial_back=back).receiver == DONOR
+
+
+def test_a_way_back_to_somebody_else_is_none(donor: Donor) -> None:
+    """What the joiner calls its own address (loopback, for one) may be another worker's at the donor's end."""
+    with pytest.raises(PeerUnreachable, match=r"one-way path.*is worker w1 .*not w2"):
+        probe(donor.server.address, PLAIN, run_id="run", sender=JOINER, dial_back=[donor.server.address])
+
+
+def test_dialling_at_once_needs_no_answer_before_the_first_letter(donor: Donor) -> None:
+    own = Donor(JOINER)
+    with own.server:
+        joiner = dial_at_once(
+            [donor.server.address], PLAIN, run_id="run", sender=JOINER, expected=DONOR, dial_back=[own.server.address]
+        )
+        assert joiner.round_trip_seconds is not None
+        assert joiner.round_trip_seconds < 1.0
+        joiner.send(letter(1))
+        other_end = donor.next()
+        assert other_end.receive(30) == letter(1)
+        other_end.send(answer(2))
+        assert joiner.receive(30) == answer(2)
+        joiner.close("done")
+
+
+@pytest.mark.parametrize("wrong", ["worker", "run", "way back", "nobody"])
+def test_what_was_dialled_at_once_ends_if_it_is_not_what_was_meant(donor: Donor, wrong: str) -> None:
+    dead = Address("127.0.0.1", closed_port())
+    joiner = dial_at_once(
+        [dead if wrong == "nobody" else donor.server.address],
+        PLAIN,
+        run_id="other" if wrong == "run" else "run",
+        sender=JOINER,
+        expected=JOINER if wrong == "worker" else DONOR,
+        dial_back=[dead] if wrong == "way back" else (),
+    )
+    said = {
+        "worker": (PeerUnreachable, "is worker w1 of another incarnation or name, not w2"),
+        "run": (RunRefused, "belongs to run 'run'"),
+        "way back": (PeerUnreachable, f"one-way path: w2 reaches the peer at .*{dead}: connection refused"),
+        "nobody": (DonorLost, "connection refused"),
+    }
+    error, text = said[wrong]
+    with pytest.raises(error, match=text):
+        while True:
+            joiner.receive(30)
+    joiner.close("done")
+
+
+def test_of_several_addresses_the_first_to_answer_is_taken(donor: Donor) -> None:
+    """One that leads nowhere is not waited for, whatever its place."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections and says nothing
+        nowhere = Address("127.0.0.1", silent.getsockname()[1])
+        found = probe_any([nowhere, donor.server.address], PLAIN, run_id="run", expected=DONOR, timeout_seconds=100)
+    assert found.address == donor.server.address
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_a_donor_is_dialled_over_ipv6() -> None:
+    conversations: queue.SimpleQueue[DonorConversation] = queue.SimpleQueue()
+    with PeerServer("::1", 0, conversations.put, PLAIN, worker=DONOR, run_id="run") as server:
+        dead = Address("127.0.0.1", closed_port())
+        for addresses in ([server.address], [dead, server.address]):
+            joiner = dial_at_once(addresses, PLAIN, run_id="run", sender=JOINER, expected=DONOR)
+            assert joiner.round_trip_seconds is not None
+            joiner.send(letter(1))
+            assert conversations.get(timeout=30).receive(30) == letter(1)
+            joiner.close("done")
 
 
 def test_a_one_way_path_is_named(donor: Donor) -> None:
