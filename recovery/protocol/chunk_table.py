@@ -26,7 +26,6 @@ from recovery.protocol.planner import ChunkKey, Need, Span
 from recovery.protocol.ports import Role
 from recovery.state.manifest import Manifest
 
-
 _NEARLY_ALL = 0.9
 
 
