@@ -82,8 +82,11 @@ def test_all_that_may_take_long_is_counted_and_told(monkeypatch: pytest.MonkeyPa
             snapshots.manifest(version, 20)
             assert snapshots.damaged() == []
             future = snapshots.lease_private(f"joiner {version}", version)
+            busy = threading.Event()
+            snapshots._copier.submit(functools.partial(busy.wait, 20))  # so that copies are left for this thread
             for _ in range(2):
                 trainee.inner_step()
+            busy.set()
             with snapshots.standing():
                 assert until(future.done)
             future.result(0).release("done")
