@@ -12,6 +12,7 @@ from recovery.snapshot.config import SnapshotConfig
 from recovery.snapshot.frozen import freeze
 from recovery.snapshot.guard import OuterSnapshot
 from recovery.snapshot.lease import Lease, LeaseBook, LeaseRecord
+from recovery.snapshot.outline import Outline, held
 from recovery.snapshot.private import PrivateSnapshot
 from recovery.snapshot.reports import Reports
 from recovery.snapshot.vault import Vault
@@ -54,6 +55,8 @@ class Maker:
         self._reports = reports
         self._clock = clock
         self._layout_digest = b""
+        self._outlines: dict[PartName, Outline] = {}
+        """Of the outer parts published last, which the shelf keeps alive as long."""
 
     def outer(self, version: Version) -> OuterSnapshot:
         """Return the replicated parts as they stand now, which is at ``version``. Training thread.
@@ -104,13 +107,22 @@ class Maker:
         return Lease(snapshot, record, snapshot.manifest, snapshot.manifest_bytes)
 
     def _standing_part(self, name: PartName) -> LivePart:
-        part = self._state.read_part(name)
         if not self._state.changes_in_forward(name):
-            return part
+            return self._outer_part(name)
+        part = self._state.read_part(name)
         # It does not stand still in the inner phase: its value at the boundary is kept by itself. Buffers are small.
         return freeze(
             part, part.bytes.read(0, part.bytes.num_bytes, torch.empty(part.bytes.num_bytes, dtype=torch.uint8))
         )
+
+    def _outer_part(self, name: PartName) -> LivePart:
+        """Return the part as it is now; most are what they were at the last boundary, in other bits."""
+        part = self._state.part(name)
+        value = part.read()
+        outline = self._outlines.get(name)
+        if outline is None or not outline.is_still(value):
+            outline = self._outlines[name] = Outline(part, held(value))
+        return outline.part
 
     def _describe(self, parts: Sequence[LivePart], cut: Cut, layout_digest: bytes) -> Manifest:
         return describe(

@@ -39,6 +39,13 @@ class Outline:
             return False
         return all(place == _place(tensor) for place, tensor in zip(self._places, _tensors(value), strict=True))
 
+    def is_still(self, value: object) -> bool:
+        """As ``fits``, and scalars are the same to the bit: what was taken apart is what taking apart would give.
+
+        False also where that cannot be told cheaply.
+        """
+        return _equal(self.value, value, set()) and self.fits(value)
+
     def holds_same_tensors(self, value: object) -> bool:
         """As ``fits``, but does not look at where the tensors have their memory."""
         return _same_structure(self.value, value)
@@ -99,6 +106,39 @@ def _same_structure(old: object, new: object) -> bool:
     return True
 
 
+_SCALARS = (bool, int, str, bytes, type(None))
+
+
+def _equal(old: object, new: object, seen: set[int]) -> bool:
+    kind = type(new)
+    if type(old) is not kind:
+        return False
+    if isinstance(new, torch.Tensor | np.ndarray):
+        return old is new
+    if isinstance(new, dict | list | tuple):
+        assert isinstance(old, dict | list | tuple)
+        if id(old) in seen or id(new) in seen or len(old) != len(new):
+            return False  # a container used twice, in either: whether in both is not worth telling
+        if kind is not tuple:
+            seen |= {id(old), id(new)}
+        if isinstance(new, dict):
+            assert isinstance(old, dict)
+            if not all(map(_equal_scalar, old, new)):
+                return False
+            return all(_equal(a, b, seen) for a, b in zip(old.values(), new.values(), strict=True))
+        return all(_equal(a, b, seen) for a, b in zip(old, new, strict=True))
+    return _equal_scalar(old, new)
+
+
+def _equal_scalar(old: object, new: object) -> bool:
+    if type(old) is not type(new):
+        return False
+    if isinstance(new, float):
+        assert isinstance(old, float)
+        return old.hex() == new.hex() != "nan"  # a NaN's payload does not show
+    return old == new if isinstance(new, _SCALARS) else old is new
+
+
 def _tensors(value: object) -> Iterator[torch.Tensor | np.ndarray]:
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
@@ -112,7 +152,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor | np.ndarray]:
 
 def _place(tensor: torch.Tensor | np.ndarray) -> object:
     if isinstance(tensor, np.ndarray):
-        return (tensor.ctypes.data, tensor.nbytes)
+        return (tensor.ctypes.data, tensor.dtype, tensor.shape, tensor.strides)
     if type(tensor) not in _PLAIN:
         return object()  # equal to nothing
-    return (tensor.data_ptr(), tensor.dtype, tensor.numel())
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)

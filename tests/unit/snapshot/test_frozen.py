@@ -95,11 +95,13 @@ def test_a_held_value_keeps_its_scalars_its_sharing_and_its_kinds() -> None:
     assert copy["shared"][0] is copy["shared"][1]
 
 
-@pytest.mark.parametrize("change", ["none", "scalar", "tensor", "key", "length", "type", "storage"])
+@pytest.mark.parametrize(
+    "change", ["none", "scalar", "tensor", "key", "length", "type", "storage", "transposed", "trained", "zero", "nan"]
+)
 def test_an_outline_fits_what_differs_in_scalars_only(change: str) -> None:
     content: dict[str, object] = {
-        "state": {"w": {"exp": torch.ones(3)}},
-        "param_groups": [{"lr": torch.tensor(0.1), "n": 1}],
+        "state": {"w": {"exp": torch.ones(3, 1)}},
+        "param_groups": [{"lr": torch.tensor(0.1), "n": 1, "zero": 0.0, "nan": 1.0}],
         "list": [1, 2],
     }
     part = TreePart(PartName("part"), PartClass.PRIVATE_COPIED, lambda: content)
@@ -111,7 +113,7 @@ def test_an_outline_fits_what_differs_in_scalars_only(change: str) -> None:
     if change == "scalar":
         groups[0]["n"] = 2
     elif change == "tensor":
-        state["w"]["exp"] = torch.ones(3)
+        state["w"]["exp"] = torch.ones(3, 1)
     elif change == "key":
         state["v"] = {}
     elif change == "length":
@@ -119,7 +121,36 @@ def test_an_outline_fits_what_differs_in_scalars_only(change: str) -> None:
     elif change == "type":
         content["list"] = (1, 2)
     elif change == "storage":
-        state["w"]["exp"].data = torch.ones(3)
-    assert outline.fits(part.read()) is (change in ("none", "scalar"))
-    assert outline.holds_same_tensors(part.read()) is (change in ("none", "scalar", "storage"))
+        state["w"]["exp"].data = torch.ones(3, 1)
+    elif change == "transposed":
+        state["w"]["exp"].t_()  # the same memory, in another shape
+    elif change == "trained":
+        state["w"]["exp"].requires_grad_()
+    elif change == "zero":
+        groups[0]["zero"] = -0.0
+    elif change == "nan":
+        groups[0]["nan"] = float("nan")
+    in_scalars = ("none", "scalar", "zero", "nan")
+    assert outline.fits(part.read()) is (change in in_scalars)
+    assert outline.holds_same_tensors(part.read()) is (change in (*in_scalars, "storage", "transposed", "trained"))
+    assert outline.is_still(part.read()) is (change == "none")
     assert bytes_in(content) == 16
+
+
+@pytest.mark.parametrize("change", ["joined", "parted", "key's type", "nan"])
+def test_an_outline_does_not_stand_for_what_it_cannot_tell_apart(change: str) -> None:
+    one, other = [1.0, 2.0], [1.0, 2.0]
+    before = {
+        "joined": {"a": one, "b": other},
+        "parted": {"a": one, "b": one},
+        "key's type": {1: one},
+        "nan": {"a": float("nan")},
+    }[change]
+    after = {
+        "joined": {"a": one, "b": one},
+        "parted": {"a": one, "b": other},
+        "key's type": {True: one},
+        "nan": {"a": float("nan")},
+    }[change]
+    part = TreePart(PartName("part"), PartClass.REPLICATED, lambda: before)
+    assert not Outline(part, held(before)).is_still(after)

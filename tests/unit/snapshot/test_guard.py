@@ -12,10 +12,11 @@ import torch
 from recovery.clock import ManualClock
 from recovery.errors import DonorBusy, DonorMemoryChanged, DonorRefused, MisuseError, RecoveryError
 from recovery.events import GuardCopied, LeaseEnded, LeaseTaken, Recorder
-from recovery.snapshot import Lease, SnapshotConfig, Snapshots, StallCause, frozen, guard, making
+from recovery.snapshot import Lease, SnapshotConfig, Snapshots, StallCause, frozen, guard, making, outline
 from recovery.state.chunks import PartBytes
 from recovery.state.live_part import LivePart, describe
 from recovery.state.manifest import Manifest, decode
+from recovery.state.part import Part
 from recovery.types import MIB, PartClass, Version
 from tests.unit.snapshot.reader import until
 from tests.unit.snapshot.trainee import FIRST, Trainee
@@ -97,6 +98,32 @@ def test_the_manifest_tells_what_was_published(donor: Donor) -> None:
     }
     assert manifest.cut.version == FIRST
     assert manifest.layout_digest == donor.trainee.state.layout_digest()
+
+
+def test_parts_that_changed_in_bits_only_are_not_taken_apart_again(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    take_apart = outline.take_apart
+
+    def noted(part: Part, value: object, *, turns: bool = False) -> LivePart:
+        taken.append(part.name)
+        return take_apart(part, value, turns=turns)
+
+    monkeypatch.setattr(outline, "take_apart", noted)
+    version = FIRST
+    for rate, expected in ((0.7, ["outer_optimizer", "run_progress"]), (0.7, ["run_progress"]), (0.3, None)):
+        donor.trainee.outer_optimizer.param_groups[0]["lr"] = rate
+        donor.trainee.outer_step()
+        version = version.next()
+        taken.clear()
+        reference = donor.trainee.reference(PartClass.REPLICATED)
+        donor.snapshots.publish(version)
+        assert taken == (expected or ["outer_optimizer", "run_progress"])
+        manifest = donor.snapshots.manifest(version, 20)
+        assert {str(part.name): part.tree.SerializeToString(deterministic=True) for part in manifest.parts} == {
+            name: tree for name, (tree, _) in reference.items()
+        }
 
 
 def test_acknowledged_chunks_are_not_saved(donor: Donor) -> None:
