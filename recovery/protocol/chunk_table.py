@@ -47,6 +47,7 @@ class ChunkFlight:
         unasked: Ranges that nobody is being asked for.
         pulls: What was asked and not lost, by donor and pull id: all of it at the end.
         outstanding: What of it has not come.
+        avoid: Donors that are late with the same ranges elsewhere.
         void: A donor said that bytes of it may be torn.
     """
 
@@ -59,6 +60,7 @@ class ChunkFlight:
     pulls: dict[tuple[str, int], PostedPull] = field(default_factory=dict)
     outstanding: dict[tuple[str, int], PostedPull] = field(default_factory=dict)
     state: FlightState = FlightState.FLYING
+    avoid: frozenset[str] = frozenset()
     void: bool = False
 
     @property
@@ -183,7 +185,7 @@ class ChunkTable:
                 flight=flight.number,
                 begun_by=flight.begun_by,
                 alone=flight.alone,
-                avoid=frozenset(entry.bad),
+                avoid=flight.avoid | entry.bad,
             )
             needs.append(need)
         return needs
@@ -206,13 +208,14 @@ class ChunkTable:
             self._needed_bytes -= entry.name.num_bytes
         return flight
 
-    def fork(self, flight: ChunkFlight, number: int) -> tuple[ChunkFlight, list[JoinerAction]]:
+    def fork(self, flight: ChunkFlight, number: int, *, avoid: frozenset[str]) -> list[JoinerAction]:
         """Begin another flight with what has come of this one: what has not is to be asked for a second time."""
         came = {pull: each for pull, each in flight.pulls.items() if pull not in flight.outstanding}
         missing = [Span(pull.offset, pull.num_bytes) for pull in flight.outstanding.values()]
-        twin = ChunkFlight(number, flight.key, "", False, flight.alone, missing, pulls=came, void=flight.void)
-        self._add(twin)
-        return twin, [Fork(flight.number, number, flight.key, flight.direct)]
+        self._add(
+            ChunkFlight(number, flight.key, "", False, flight.alone, missing, pulls=came, avoid=avoid, void=flight.void)
+        )
+        return [Fork(flight.number, number, flight.key, flight.direct)]
 
     def ask(self, flight: ChunkFlight, donor: str, pull: PostedPull) -> None:
         """A donor is asked for a range that nobody is asked for."""

@@ -49,7 +49,7 @@ from recovery.protocol.donor_io import (
     Unreadable,
     ViewsClosed,
 )
-from recovery.protocol.letters import PROTOCOL, failure_message
+from recovery.protocol.letters import PROTOCOL, chunk_message, failure_message
 from recovery.protocol.manifest_pieces import cut_manifest
 from recovery.protocol.planner import ChunkKey, choose_lanes
 from recovery.protocol.ports import JOURNAL, OUTER, PRIVATE, SCALARS, Role
@@ -340,8 +340,7 @@ class DonorMachine:
 
 
 def _answer(key: ChunkKey, blame: peer_pb2.Blame.ValueType) -> Say:
-    chunk = peer_pb2.ChunkId(role=key.role, part=key.part, chunk=key.chunk)
-    return Say(DonorLetter(answer=peer_pb2.ComplaintAnswer(chunk=chunk, blame=blame)))
+    return Say(DonorLetter(answer=peer_pb2.ComplaintAnswer(chunk=chunk_message(key), blame=blame)))
 
 
 def _duration(seconds: float) -> Duration:

@@ -17,7 +17,8 @@ from recovery.clock import Clock, SystemClock
 from recovery.errors import MisuseError, RecoveryError, TransferCancelled
 from recovery.events import EventSink
 from recovery.protocol.chunk_memory import ChunkMemory
-from recovery.protocol.joiner import JoinerConfig, JoinerMachine
+from recovery.protocol.joiner import JoinerMachine
+from recovery.protocol.joiner_config import JoinerConfig
 from recovery.protocol.joiner_io import (
     Check,
     Checked,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from protos.recovery.v1 import common_pb2
+from protos.recovery.v1 import common_pb2, peer_pb2
 from recovery import errors
 from recovery.errors import DonorBusy, RecoveryError
+from recovery.protocol.planner import ChunkKey
+from recovery.protocol.ports import Attempt
 from recovery.types import Version, WorkerRef
 
 PROTOCOL = 1
@@ -27,6 +29,29 @@ def worker_message(worker: WorkerRef) -> common_pb2.WorkerRef:
         incarnation=worker.incarnation,
         local_rank=worker.local_rank,
         num_local_ranks=worker.num_local_ranks,
+    )
+
+
+def chunk_message(key: ChunkKey) -> peer_pb2.ChunkId:
+    return peer_pb2.ChunkId(role=key.role, part=key.part, chunk=key.chunk)
+
+
+def open_message(attempt: Attempt, donor: WorkerRef, lanes: int, sealing_key: bytes) -> peer_pb2.Open:
+    """Return the first letter of an attempt to one of its donors."""
+    return peer_pb2.Open(
+        protocol=PROTOCOL,
+        run_id=attempt.run_id,
+        transfer_id=attempt.transfer_id,
+        attempt=attempt.number,
+        token=attempt.token,
+        joiner=worker_message(attempt.joiner),
+        donor=worker_message(donor),
+        version=version_message(attempt.version),
+        layout_digest=attempt.layout_digest,
+        lanes=lanes,
+        data_host=attempt.data_host,
+        lends=attempt.first,
+        sealing_key=sealing_key,
     )
 
 

@@ -376,17 +376,10 @@ class Flight:
     remaining_seconds: float
 
 
-class Overtaking(NamedTuple):
-    """Ask ``donor`` a second time for what a flight misses."""
+def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: PlannerConfig) -> list[int]:
+    """Return the flights to begin a second time when nothing else is left to ask for: the latest first, one a donor.
 
-    flight: int
-    donor: str
-
-
-def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: PlannerConfig) -> list[Overtaking]:
-    """Return what to ask a second time when nothing else is left to ask for: the latest first, one of each donor.
-
-    Something is asked again only of a donor that would have it in less than half of the time that is still expected.
+    Something is asked again only if a donor would have it in less than half of the time that is still expected.
     """
     found = []
     free = {donor.name: donor for donor in donors if donor.rate > 0 and 0 in donor.lane_bytes}
@@ -401,5 +394,5 @@ def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: Pla
         best = min(able, key=lambda donor: (quick(donor), donor.name))
         if max(2 * quick(best), config.overtake_seconds) < flight.remaining_seconds:
             del free[best.name]
-            found.append(Overtaking(flight.number, best.name))
+            found.append(flight.number)
     return found

@@ -183,7 +183,8 @@ Dial = Callable[[DonorPeer], JoinerConversation]
 """Opens the direct stream. Raises: TryOtherDonor. Called in a thread of its own for each donor."""
 
 OpenLink = Callable[[KeyValue, str, str, int, threading.Event], Link]
-"""(where the ends meet, scope, own host, lanes, cancelled) to this end of the link. Raises: TryOtherDonor, BadConfiguration."""
+"""(where the ends meet, scope, own host, lanes, cancelled) to this end of the link. Raises: TryOtherDonor,
+BadConfiguration."""
 
 OnManifest = Callable[[Role, Manifest], Mapping[PartName, Destination]]
 """Checks a verified manifest against the joiner's state and returns the memory of each of its parts. What it raises

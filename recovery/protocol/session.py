@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recovery.protocol.donor import DonorConfig
 from recovery.protocol.donor_session import DonorResult, DonorSession
-from recovery.protocol.joiner import JoinerConfig
+from recovery.protocol.joiner_config import JoinerConfig
 from recovery.protocol.joiner_session import JoinerSession, TransferResult
 from recovery.protocol.ledger import ChunkLedger
 from recovery.protocol.planner import PlannerConfig

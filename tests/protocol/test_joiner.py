@@ -11,7 +11,8 @@ from protos.recovery.v1 import peer_pb2
 from protos.recovery.v1.peer_pb2 import DonorLetter
 from recovery.errors import BadConfiguration, DonorBusy, DonorLost, DonorRefused, NoDonorLeft
 from recovery.protocol import joiner_io as io
-from recovery.protocol.joiner import JoinerConfig, JoinerMachine
+from recovery.protocol.joiner import JoinerMachine
+from recovery.protocol.joiner_config import JoinerConfig
 from recovery.protocol.letters import failure_message
 from recovery.protocol.manifest_pieces import PIECE_BYTES, cut_manifest
 from recovery.protocol.ports import OUTER, PRIVATE, Attempt

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recovery.errors import NoDonorLeft, RecoveryError
 from recovery.events import ChunkRefetched, DonorFailed
 from recovery.protocol import donor_io
-from recovery.protocol.joiner import JoinerConfig
+from recovery.protocol.joiner_config import JoinerConfig
 from recovery.protocol.ledger import ChunkLedger
 from recovery.protocol.planner import PlannerConfig
 from recovery.protocol.ports import OUTER as OUTER_ROLE
@@ -372,7 +372,7 @@ def test_whatever_happens_memory_is_whole_or_the_ledger_is_true(data: st.DataObj
         assert_whole(simulation)
     else:
         assert isinstance(result, NoDonorLeft), result
-        for table in simulation.joiner._tables.values():
+        for table in simulation.joiner._pulls.tables.values():
             for key, entry in table.entries.items():
                 if entry.done:
                     assert simulation.memory.probe(key), "what counts as verified is still in place"

@@ -22,7 +22,8 @@ from recovery.events import Event
 from recovery.protocol import donor_io, joiner_io
 from recovery.protocol.chunk_memory import ChunkMemory
 from recovery.protocol.donor import DonorConfig, DonorMachine
-from recovery.protocol.joiner import JoinerConfig, JoinerMachine
+from recovery.protocol.joiner import JoinerMachine
+from recovery.protocol.joiner_config import JoinerConfig
 from recovery.protocol.ledger import ChunkLedger
 from recovery.protocol.ports import OUTER, PRIVATE, Attempt, DonorPeer, Role
 from recovery.protocol.spool import ChunkSpool
