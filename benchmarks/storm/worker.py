@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import threading
@@ -20,8 +21,18 @@ import torch
 from benchmarks.storm.training import Trainee
 from recovery.control.security import SecurityConfig
 from recovery.errors import RecoveryError
-from recovery.events import BoundaryStage, CatchUpRebased, Event, StateRestored, TransferEnded
+from recovery.events import (
+    BoundaryStage,
+    CatchUpRebased,
+    Event,
+    StateRestored,
+    TransferEnded,
+    TransferProgress,
+    to_json,
+)
 from recovery.worker import Agent, AgentConfig
+
+logger = logging.getLogger(__name__)
 
 TOLD = (StateRestored, TransferEnded, CatchUpRebased)
 
@@ -40,17 +51,20 @@ class Voice:
             os.write(self._descriptor, (line + "\n").encode())
 
     def __call__(self, event: Event, /) -> None:
-        """Pass on the events that the storm looks at."""
+        """Pass on the events that the storm looks at; the others go to the log."""
         if isinstance(event, TOLD):
             fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
             self.say("event", event=type(event).__name__, **fields)
         elif isinstance(event, BoundaryStage) and event.stage == "rostered":
             self.say("rostered", version=event.version, epoch=event.epoch)
+        if not isinstance(event, BoundaryStage | TransferProgress):
+            logger.info("%s %s", type(event).__name__, to_json(event))
 
 
 def main(plan: dict[str, Any]) -> int:
     """Train until told to finish; return 0, or 1 if the run ended this worker's part with an error."""
     torch.set_num_threads(1)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     voice = Voice()
     finish = threading.Event()
 
