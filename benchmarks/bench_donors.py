@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.wan_record import Row, Run, lateness, spread, write
 from recovery.types import MIB
@@ -124,7 +122,7 @@ def measure(wan: Wan, site: Site, options: argparse.Namespace) -> tuple[list[Row
 HEADER = ("what", "MiB", "seconds (median)", "ratio", "must be at most", "seconds of each run", "late, us")
 METHOD = (
     "Uplinks of 100 Mbit/s, joiner 1 Gbit/s, round trip {rtt}, no loss, BBR. From dialling to the last verified byte, "
-    "rendezvous through a coordinator that is as far away included. Changing rates: every {period} s another of the "
+    "opening the links included. Changing rates: every {period} s another of the "
     "three donors has 10 Mbit/s and the others 100; ideal is what the three could have carried from the start on. "
     "Median of the runs in which the emulator was less than 300 us late on average; others stand in brackets. The "
     "machine is shared."
@@ -166,12 +164,11 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     uplink = {"up": f"{UPLINK_BITS_PER_SECOND // 10**6}mbit"}
-    hosts = {"hub": {}, "joiner": {"rate": "1gbit"}, **dict.fromkeys(DONORS, uplink)}
+    hosts = {"joiner": {"rate": "1gbit"}, **dict.fromkeys(DONORS, uplink)}
     no_memory = {"net.ipv4.tcp_no_metrics_save": "1"}
     with (
-        tempfile.TemporaryDirectory() as folder,
         emulated(hosts, every={"rtt": options.rtt}, congestion_control="cubic", sysctls=no_memory) as wan,
-        Site(wan, Path(folder)) as site,
+        Site(wan) as site,
     ):
         rows, over_ideal = measure(wan, site, options)
     cells = table(rows, over_ideal)

@@ -27,13 +27,13 @@ WITH_HEADERS = 1.06
 
 @pytest.fixture(scope="module")
 def wan() -> Iterator[Wan]:
-    with emulated(["hub", "j", *DONORS], every={"rtt": "40ms"}, congestion_control="cubic") as network:
+    with emulated(["j", *DONORS], every={"rtt": "40ms"}, congestion_control="cubic") as network:
         yield network
 
 
 @pytest.fixture(scope="module")
-def scene(wan: Wan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with Site(wan, tmp_path_factory.mktemp("site")) as site:
+def scene(wan: Wan) -> Iterator[Scene]:
+    with Site(wan) as site:
         made = Scene(site, STATE_BYTES)
         made.warm_up()
         yield made

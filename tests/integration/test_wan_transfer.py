@@ -1,6 +1,6 @@
 """Transfers between processes over emulated wide-area links: loss, several donors, donors that fail, trickles.
 
-Every donor, the joiner and the coordinator are processes in hosts of their own. The full product of faults and moments
+Every donor and the joiner are processes in hosts of their own. The full product of faults and moments
 is in ``tests/chaos/test_wan_faults.py``.
 """
 
@@ -27,13 +27,13 @@ WITH_HEADERS = 1.1
 
 @pytest.fixture(scope="module")
 def wan() -> Iterator[Wan]:
-    with emulated(["hub", "j", *DONORS], every={"rtt": "20ms"}, congestion_control="cubic") as network:
+    with emulated(["j", *DONORS], every={"rtt": "20ms"}, congestion_control="cubic") as network:
         yield network
 
 
 @pytest.fixture(scope="module")
-def scene(wan: Wan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with Site(wan, tmp_path_factory.mktemp("site")) as site:
+def scene(wan: Wan) -> Iterator[Scene]:
+    with Site(wan) as site:
         made = Scene(site, STATE_BYTES)
         made.warm_up()
         yield made

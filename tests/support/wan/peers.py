@@ -1,7 +1,7 @@
-"""A coordinator, donors and a joiner as real processes in the hosts of an emulated network.
+"""Donors and a joiner as real processes in the hosts of an emulated network.
 
-Rendezvous is the coordinator's, letters go over the donors' peer service, payload over gloo links: what a run uses,
-without training.
+Letters go over the donors' peer service, payload over gloo links: what a run uses, without training. A coordinator has
+no part in it once it has named the donors.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.support.processes import ChildProcess
 from tests.support.wan.network import Wan
 
-RUN = "run"
-_PORT = 7440
 _START_SECONDS = 60.0
 
 
@@ -47,10 +44,10 @@ class Result:
 class DonorProcess:
     """A donor in a host. Its state is that of every donor and joiner with the same seed and size."""
 
-    def __init__(self, wan: Wan, host: str, coordinator: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, wan: Wan, host: str, options: Mapping[str, Any]) -> None:
         self.host = host
         self.state_bytes: int = options["state_bytes"]
-        plan = {"name": host, "host": wan.address(host), "coordinator": coordinator, **options}
+        plan = {"name": host, "host": wan.address(host), **options}
         self.child = ChildProcess(["-m", "tests.support.wan.donor_process", json.dumps(plan)], prefix=wan.prefix(host))
         self.address = ""
         self.fingerprint = ""
@@ -77,8 +74,8 @@ class DonorProcess:
 class JoinerProcess:
     """A joiner in a host; keeps destinations and ledger over its attempts unless told to begin afresh."""
 
-    def __init__(self, wan: Wan, host: str, coordinator: str, options: Mapping[str, Any]) -> None:
-        plan = {"name": host, "host": wan.address(host), "coordinator": coordinator, **options}
+    def __init__(self, wan: Wan, host: str, options: Mapping[str, Any]) -> None:
+        plan = {"name": host, "host": wan.address(host), **options}
         self.child = ChildProcess(["-m", "tests.support.wan.joiner_process", json.dumps(plan)], prefix=wan.prefix(host))
         self._number = 0
         self._marks: list[float] = []
@@ -127,43 +124,21 @@ class JoinerProcess:
 
 
 class Site:
-    """The processes of one network; all ended by ``close``.
+    """The processes of one network; all ended by ``close``."""
 
-    Args:
-        wan: Has the host ``hub``, where the coordinator runs.
-        folder: For the coordinator's history.
-    """
-
-    def __init__(self, wan: Wan, folder: Path) -> None:
+    def __init__(self, wan: Wan) -> None:
         self.wan = wan
-        self._folder = folder
         self._children: list[ChildProcess] = []
-        self.coordinator = f"{wan.address('hub')}:{_PORT}"
-
-    def start(self) -> Self:
-        """Start the coordinator and wait until it listens."""
-        port_file = self._folder / "port"
-        child = ChildProcess(
-            [
-                *("-m", "recovery.cli.main", "coordinator", "--run-id", RUN, "--new-run", "--insecure"),
-                *("--listen", self.coordinator, "--port-file", str(port_file)),
-                *("--state-dir", str(self._folder / "coordinator")),
-            ],
-            prefix=self.wan.prefix("hub"),
-        )
-        self._children.append(child)
-        child.line("coordinator of run", _START_SECONDS)
-        return self
 
     def donor(self, host: str, state_bytes: int, **options: Any) -> DonorProcess:
         """Start a donor of a state of this size; ``ready`` waits for it."""
-        donor = DonorProcess(self.wan, host, self.coordinator, {"state_bytes": state_bytes, **options})
+        donor = DonorProcess(self.wan, host, {"state_bytes": state_bytes, **options})
         self._children.append(donor.child)
         return donor
 
     def joiner(self, host: str, **options: Any) -> JoinerProcess:
         """Start a joiner; ``ready`` waits for it."""
-        joiner = JoinerProcess(self.wan, host, self.coordinator, options)
+        joiner = JoinerProcess(self.wan, host, options)
         self._children.append(joiner.child)
         return joiner
 
@@ -173,7 +148,7 @@ class Site:
             self._children.pop().close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
