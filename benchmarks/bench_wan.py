@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_wan --megabytes 256 --runs 3
 
-The link has 200 Mbit/s and a round trip of 80 ms, and each direction loses packets. Times run from dialling the donor to
+The link has 200 Mbit/s and a round trip of 80 ms, each direction loses packets. Times run from dialling the donor to
 the last verified byte. The fallback takes what an unprivileged process has: cubic. Others that reach a few Mbit/s move
 ``--slow-megabytes`` instead.
 """

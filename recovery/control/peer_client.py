@@ -284,7 +284,7 @@ def dial_at_once(
     dial_back: Sequence[Address] = (),
     timeout_seconds: float = DIAL_SECONDS,
 ) -> Conversation:
-    """As ``dial``, two round trips sooner where there is one address: what a probe finds out is asked beside the letters.
+    """As ``dial``, two round trips sooner where there is one address: what a probe asks is asked beside the letters.
 
     If another worker or run answers, or the way from the peer to ``dial_back`` is closed, the conversation ends with
     the error that says so, as it ends if nobody answers at all.
