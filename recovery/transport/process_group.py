@@ -32,6 +32,7 @@ JOINER_RANK = 1
 
 _LONGEST_WAIT_SECONDS = 7 * 24 * 3600.0
 _BROKEN_WAIT_SECONDS = 0.01
+_CANCEL_SECONDS = 0.05
 """A wait on a link that is known to be broken: what has not ended by now never will."""
 
 
@@ -127,7 +128,7 @@ def open_group(
         timeout_seconds: Longest wait for the other ranks, and to connect to them.
         operation_timeout_seconds: Default timeout of the group's operations; ``timeout_seconds`` if None.
         lanes: Number of equal groups, each with a socket of its own to each peer, on one listener.
-        cancelled: Ends the wait for the others when set.
+        cancelled: Ends the wait for the others, and for their connections, when set.
 
     Raises:
         PeerUnreachable: a rank did not come in time, cannot be connected to, or the wait was cancelled.
@@ -142,8 +143,9 @@ def open_group(
     meeting.wait(keys)
     peers = [_listener(scope, key, meeting.get(key)) for key in keys]
     stores = [ControlStore(store, scope, timeout_seconds, cancelled, prefix=f"lane/{lane}/") for lane in range(lanes)]
-    groups: list[ProcessGroupGloo | None] = [None] * lanes
+    groups: dict[int, ProcessGroupGloo] = {}
     errors: list[Exception] = []
+    abandoned = threading.Event()
 
     def connect(lane: int) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -154,14 +156,25 @@ def open_group(
             groups[lane] = ProcessGroupGloo(stores[lane], rank, size, options)
         except (RuntimeError, PeerUnreachable) as error:
             errors.append(error)
+        if abandoned.is_set():
+            groups.clear()
 
-    # Connecting takes several round trips to the store and to the peer, one after the other: all lanes at once.
-    threads = [threading.Thread(target=connect, args=(lane,), name=f"recovery-lane-{lane}") for lane in range(1, lanes)]
+    # Connecting takes several round trips to the store and to the peer, one after the other: all lanes at once. All on
+    # threads of their own: nothing interrupts gloo's connecting, which to an end that has gone takes five times its
+    # timeout. Who cancels is let go at once; the threads end later, and what they still build goes with them.
+    threads = [
+        threading.Thread(target=connect, args=(lane,), name=f"recovery-lane-{lane}", daemon=True)
+        for lane in range(lanes)
+    ]
     for thread in threads:
         thread.start()
-    connect(0)
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(_CANCEL_SECONDS)
+            if cancelled is not None and cancelled.is_set() and thread.is_alive():
+                abandoned.set()
+                groups.clear()
+                raise PeerUnreachable(f"the ranks of {scope!r} met, and the wait for their connections was cancelled")
     if errors:
         error = errors[0]
         if isinstance(error, PeerUnreachable):
@@ -172,7 +185,7 @@ def open_group(
         ) from error
     sockets = SocketSet(listener, peers)
     logger.debug("group %s: rank %d of %d, %d sockets", scope, rank, size, len(sockets))
-    return GroupHandle([group for group in groups if group is not None], stores, sockets, rank, size)
+    return GroupHandle([groups[lane] for lane in range(lanes)], stores, sockets, rank, size)
 
 
 class GlooLink:

@@ -8,8 +8,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import ProcessGroupGloo
 
 from recovery.errors import BadConfiguration, MisuseError, PeerUnreachable
+from recovery.transport import process_group
 from recovery.transport.process_group import (
     DONOR_RANK,
     JOINER_RANK,
@@ -51,6 +53,45 @@ def make_group(size: int, scope: str = "g", store: MemoryStore | None = None) ->
 
     in_threads(size, open_one)
     return [handles[rank] for rank in range(size)]
+
+
+def test_who_cancels_does_not_wait_for_connections_to_an_end_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small state is whole before the links to all donors are: gloo went on connecting to the others for 75 s."""
+    connecting, let_go = threading.Semaphore(0), threading.Event()
+
+    class Connecting:
+        """Does not come back from its constructor before it is told to, as with an end that has gone."""
+
+        _Options = ProcessGroupGloo._Options  # type: ignore[attr-defined]
+        create_device = staticmethod(ProcessGroupGloo.create_device)
+
+        def __init__(self, *_: object) -> None:
+            connecting.release()
+            let_go.wait()
+
+    monkeypatch.setattr(process_group, "ProcessGroupGloo", Connecting)
+    store, cancelled = MemoryStore(), threading.Event()
+    errors: list[Exception] = []
+
+    def open_one() -> None:
+        try:
+            open_group(store, "g", rank=0, size=1, host=HOST, timeout_seconds=20, lanes=3, cancelled=cancelled)
+        except PeerUnreachable as error:
+            errors.append(error)
+
+    opening = threading.Thread(target=open_one)
+    opening.start()
+    for _ in range(3):
+        assert connecting.acquire(timeout=20)
+    cancelled.set()
+    opening.join(20)
+    still_opening = opening.is_alive()
+    let_go.set()
+    opening.join()
+    assert not still_opening
+    assert [str(error) for error in errors] == [
+        "the ranks of 'g' met, and the wait for their connections was cancelled"
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
