@@ -47,7 +47,8 @@ class ChunkFlight:
         unasked: Ranges that nobody is being asked for.
         pulls: What was asked and not lost, by donor and pull id: all of it at the end.
         outstanding: What of it has not come.
-        avoid: Donors that are late with the same ranges elsewhere.
+        again: Its ranges are on their way elsewhere, and late.
+        avoid: Donors that are late with them.
         void: A donor said that bytes of it may be torn.
     """
 
@@ -60,6 +61,7 @@ class ChunkFlight:
     pulls: dict[tuple[str, int], PostedPull] = field(default_factory=dict)
     outstanding: dict[tuple[str, int], PostedPull] = field(default_factory=dict)
     state: FlightState = FlightState.FLYING
+    again: bool = False
     avoid: frozenset[str] = frozenset()
     void: bool = False
 
@@ -185,6 +187,7 @@ class ChunkTable:
                 flight=flight.number,
                 begun_by=flight.begun_by,
                 alone=flight.alone,
+                again=flight.again,
                 avoid=flight.avoid | entry.bad,
             )
             needs.append(need)
@@ -212,9 +215,9 @@ class ChunkTable:
         """Begin another flight with what has come of this one: what has not is to be asked for a second time."""
         came = {pull: each for pull, each in flight.pulls.items() if pull not in flight.outstanding}
         missing = [Span(pull.offset, pull.num_bytes) for pull in flight.outstanding.values()]
-        self._add(
-            ChunkFlight(number, flight.key, "", False, flight.alone, missing, pulls=came, avoid=avoid, void=flight.void)
-        )
+        twin = ChunkFlight(number, flight.key, "", False, flight.alone, missing, again=True, avoid=avoid)
+        twin.pulls, twin.void = came, flight.void
+        self._add(twin)
         return [Fork(flight.number, number, flight.key, flight.direct)]
 
     def ask(self, flight: ChunkFlight, donor: str, pull: PostedPull) -> None:

@@ -136,6 +136,7 @@ class Need:
         flight: The flight that has begun it; 0: nobody has begun it.
         begun_by: The donor that began it; empty: nobody, or one that is lost.
         alone: Only ``begun_by`` may go on with it.
+        again: It is on its way already, and late: not to be put behind it on the same lane.
         avoid: Donors that sent it damaged: asked only if nobody else can.
         only: Donors that have it; None: all.
     """
@@ -145,6 +146,7 @@ class Need:
     flight: int = 0
     begun_by: str = ""
     alone: bool = False
+    again: bool = False
     avoid: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
 
@@ -227,9 +229,11 @@ class _Desk:
     def finish(self, num_bytes: int) -> float:
         return self.delay + (self.in_flight + num_bytes) / self.rate
 
-    def take(self, num_bytes: int) -> int:
+    def take(self, num_bytes: int, *, idle_lane: bool) -> int:
         """Note that so much is asked; return the lane: the one that would bring it first."""
-        lane = min(range(len(self.lanes)), key=lambda lane: (self.lanes[lane] + num_bytes) / self.lane_rates[lane])
+        idle = [lane for lane, waiting in enumerate(self.lanes) if not waiting] if idle_lane else []
+        lanes = idle or range(len(self.lanes))
+        lane = min(lanes, key=lambda lane: (self.lanes[lane] + num_bytes) / self.lane_rates[lane])
         self.lanes[lane] += num_bytes
         self.in_flight += num_bytes
         return lane
@@ -287,7 +291,11 @@ def plan(
         wanted_bytes -= span.num_bytes
         if rest.begun_by not in by_name:
             rest.begun_by = desk.name
-        askings.append(Asking(rest.need.key, rest.need.flight, desk.name, span, desk.take(span.num_bytes)))
+        askings.append(
+            Asking(
+                rest.need.key, rest.need.flight, desk.name, span, desk.take(span.num_bytes, idle_lane=rest.need.again)
+            )
+        )
         if not desk.has_room:
             desks.remove(desk)
     return askings

@@ -76,6 +76,9 @@ class Simulation:
         ledger: Likewise.
         fault: What becomes of messages.
         choose: Returns a number below its argument: which queue moves next.
+        want_private: Whether private parts are asked for.
+        rates: Bytes per second that were measured of donors before, by name.
+        round_trip_seconds: Of every donor; None: not measured.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Simulation:
         choose: Callable[[int], int] = lambda count: 0,
         want_private: bool = True,
         rates: Mapping[str, float] | None = None,
+        round_trip_seconds: float | None = None,
     ) -> None:
         self.now = 1000.0
         self.destinations = destinations or Destinations()
@@ -127,6 +131,7 @@ class Simulation:
                     worker=worker(each.name),
                     private_parts=each is first,
                     measured_rate=(rates or {}).get(each.name, 0.0),
+                    round_trip_seconds=round_trip_seconds,
                 )
                 for each in snapshots
             ),
