@@ -2,7 +2,7 @@
 
 Which thread does what:
 
-- **training thread** (the one that called ``start``): ``phase``, ``boundary``, recoveries, the guard;
+- **training thread** (the one that called ``start``): ``phase``, ``boundary``, recoveries, the guard (``own_state``);
 - ``recovery-dispatch``: files the coordinator's messages; never blocks (``dispatch.py``);
 - ``recovery-report``: fingerprints when their digest pass ends, advertisements (``reporter.py``);
 - ``recovery-orders``: verify, save and rate orders (``order_desk.py``);
@@ -27,15 +27,15 @@ from recovery.clock import Clock, SystemClock
 from recovery.control.client import CoordinatorClient
 from recovery.control.peer_service import PeerServer
 from recovery.control.wire import to_proto
-from recovery.errors import MisuseError, RecoveryError, StateReplaced, WorkerPoisoned
-from recovery.events import EventSink, Fanout, LogSink, StateRestored
+from recovery.errors import MisuseError, RecoveryError, WorkerPoisoned
+from recovery.events import EventSink, Fanout, LogSink
 from recovery.snapshot import Snapshots
 from recovery.state import WorkerState, numerics_id
-from recovery.types import NO_VERSION, Address, Cut, Fingerprint, Incarnation, RunId, Version, WorkerId, WorkerRef
+from recovery.types import NO_VERSION, Address, Incarnation, RunId, Version, WorkerId, WorkerRef
 from recovery.worker.addresses import host_towards
 from recovery.worker.averaging import Averager, terms_digest
 from recovery.worker.boundary import Boundary
-from recovery.worker.chain import Chain, Recovered
+from recovery.worker.chain import Chain
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.config import AgentConfig
 from recovery.worker.context import Context
@@ -45,9 +45,10 @@ from recovery.worker.epochs import Epochs
 from recovery.worker.gradient_codec import codec_named
 from recovery.worker.groups import EpochGroups
 from recovery.worker.inbox import Inbox
-from recovery.worker.kept_parts import KeptParts, capture_kept, position_of, restore_kept
+from recovery.worker.kept_parts import position_of
 from recovery.worker.metrics import WorkerMetrics
 from recovery.worker.order_desk import OrderDesk
+from recovery.worker.own_state import OwnState
 from recovery.worker.peer_source import PeerSource
 from recovery.worker.publications import Publications
 from recovery.worker.replay import Replay
@@ -124,19 +125,14 @@ class Agent:
         self._reporter = Reporter(context)
         self._checkpoints = Checkpoints(context)
         peers = PeerSource(context)
-        self._chain = Chain(context, peers, self._checkpoints, replay)
+        chain = Chain(context, peers, self._checkpoints, replay)
         self._donors = DonorLoop(context)
         self._orders = OrderDesk(context, self._checkpoints, self._donors, peers)
+        self._own = OwnState(context, self._epochs, chain, self._reporter, self._checkpoints, self._orders)
         self._dispatcher = Dispatcher(context, self._groups, self._orders, self._checkpoints)
         self._peer_server = PeerServer(
             host, config.peer_port, self._donors.serve, config.security, run_id=config.run_id, worker=worker
         )
-        self._layout_digest = b""
-        self._lineage = 0
-        """Of the last recovery; 0: none yet."""
-        self._late = False
-        self._first_inner_step = 0
-        self._tokens_at_commit = 0
         self._started = False
         self._closed = False
 
@@ -182,7 +178,7 @@ class Agent:
         self._started = True
         try:
             self._metrics.start(self._context)
-            self._layout_digest = self._context.state.layout_digest()
+            self._own.layout_digest = self._context.state.layout_digest()
             self._context.snapshots.start()
             self._checkpoints.start()
             self._donors.start()
@@ -191,7 +187,7 @@ class Agent:
             self._context.client.start()
             self._context.client.wait_attached(self._context.config.attach_timeout_seconds)
             self._reporter.start()
-            self._recover("fresh", ask=False)
+            self._own.recover("fresh", ask=False)
         except BaseException as error:
             self.close(f"start failed: {error}")
             raise
@@ -252,12 +248,12 @@ class Agent:
         local = context.state.local_progress
         while True:
             context.snapshots.inner_boundary()
-            self._obey_orders()
+            self._own.obey_orders()
             if context.standing.read().poisoned:
                 raise WorkerPoisoned(f"{self.worker}: the state in memory was not verified: recover again or stop")
             if local.inner_step >= context.config.inner_steps_per_phase:
                 return
-            if self._late and context.inbox.phase_ends(self.version):
+            if self._own.late and context.inbox.phase_ends(self.version):
                 return
             began = context.clock.monotonic()
             yield local.inner_step
@@ -268,70 +264,12 @@ class Agent:
         """Add to the tokens that this worker trained on; summed over all workers at each commit."""
         self._context.state.local_progress.tokens += tokens
 
-    # The boundary (the methods below the first are what ``boundary.Trainee`` asks for)
+    # The boundary
 
     def boundary(self) -> Boundary:
         """Return the boundary that ends this phase; see ``Boundary``."""
-        return Boundary(self, self._context, self._epochs, self._groups, self._averager)
-
-    @property
-    def weight(self) -> float:
         self._checkpoints.foresee(self.version.next())
-        """Work done in this phase, 0 to 1 of a whole one."""
-        done = self._context.state.local_progress.inner_step - self._first_inner_step
-        return max(0.0, min(1.0, done / self._context.config.inner_steps_per_phase))
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens trained on by this worker since the last commit."""
-        return self._context.state.local_progress.tokens - self._tokens_at_commit
-
-    def check_state(self) -> None:
-        """Return if the state in memory is what the run holds; recover otherwise and raise ``StateReplaced``."""
-        if self._obey_orders():
-            raise StateReplaced("recovered before the boundary")
-        context = self._context
-        self._reporter.wait_for_fingerprint(context.config.boundary_timeout_seconds)
-        if not context.config.verify_before_average:
-            return
-        damaged = context.snapshots.damaged()
-        if damaged:
-            names = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
-            self.replace_state(f"memory of {names} changed since {self.version} was published")
-            raise StateReplaced(f"memory of {names} was damaged")
-
-    def replace_state(self, reason: str) -> None:
-        """Take the state from elsewhere, and return when this worker holds the run's state again."""
-        self._recover(reason)
-
-    def capture_kept(self) -> KeptParts | None:
-        """Return a copy of the private-kept parts as they stand at this boundary."""
-        return capture_kept(
-            self._context.state,
-            run_id=RunId(self._context.config.run_id),
-            worker=self._context.worker,
-            cut=Cut(self.version.next()),
-            layout_digest=self._layout_digest,
-        )
-
-    def applied(self, run_tokens: int, kept: KeptParts | None) -> None:
-        """Make the state in memory the next version; called at the end of the boundary's block."""
-        context = self._context
-        version = self.version.next()
-        context.state.run_progress.outer_step = version.outer_step
-        context.state.run_progress.tokens += run_tokens
-        context.state.local_progress.inner_step = 0
-        self._begin_phase(late=False)
-        context.snapshots.publish(version)
-        context.snapshots.journal.record(version, run_tokens)
-        context.standing.update(version=version, fingerprint=Fingerprint(b""))
-        self._reporter.report_applied(self._epochs.last_epoch, version, position_of(kept))
-        self._checkpoints.consider(version, kept)
-
-    def poison(self, reason: str) -> None:
-        """Mark the state in memory as not verified; only a recovery lifts that."""
-        logger.error("%s: the state is poisoned: %s", self.worker, reason)
-        self._context.standing.update(poisoned=True, ready=False)
+        return Boundary(self._own, self._context, self._epochs, self._groups, self._averager)
 
     # For loops with an all-reduce of their own, in place of ``boundary``
 
@@ -340,6 +278,7 @@ class Agent:
 
         A joiner whose private parts come from this worker gets them meanwhile; otherwise it waits for an inner step.
         """
+        self._checkpoints.foresee(self.version.next())
         return self._context.snapshots.standing()
 
     def before_outer_update(self, averaged: Sequence[Tensor] | None = None) -> None:
@@ -375,19 +314,19 @@ class Agent:
             raise MisuseError(f"publish({outer_step}): this worker stands at {self.version}, the next is {version}")
         if context.standing.read().poisoned:
             raise WorkerPoisoned(f"{self.worker}: the state in memory was not verified: recover again or stop")
-        kept = self.capture_kept()
+        kept = self._own.capture_kept()
         context.state.run_progress.outer_step = version.outer_step
         context.state.run_progress.tokens += run_tokens
         context.state.local_progress.inner_step = 0
         context.snapshots.publish(version)
         fingerprint = self._publications.seal(version, position_of(kept))
         if fingerprint is None:
-            self.poison(f"the run did not take the state that this worker published as {version}")
-            self._recover(f"published another {version}", ask=False)
+            self._own.poison(f"the run did not take the state that this worker published as {version}")
+            self._own.recover(f"published another {version}", ask=False)
             return self.version
         context.snapshots.journal.record(version, run_tokens)
         context.standing.update(version=version, fingerprint=fingerprint)
-        self._begin_phase(late=False)
+        self._own.begin_phase(late=False)
         self._checkpoints.consider(version, kept)
         return version
 
@@ -397,56 +336,8 @@ class Agent:
         Raises:
             NoDonorLeft, SourcesExhausted: no source could give it.
         """
-        self._recover(reason)
+        self._own.recover(reason)
         return self.version
-
-    # Recovery
-
-    def _recover(self, reason: str, *, ask: bool = True, from_worker: str = "") -> Recovered:
-        recovered = self._chain.recover(reason, ask=ask, from_worker=from_worker)
-        self._begin_phase(late=recovered.late)
-        if recovered.version.lineage != self._lineage:  # a new process, or the run went back
-            self._lineage = recovered.version.lineage
-            self._take_position_back(recovered)
-        self._context.events(
-            StateRestored(
-                worker_id=self.worker.worker_id,
-                version=recovered.version,
-                source=recovered.source,
-                num_tensors=recovered.num_tensors,
-                num_bytes=recovered.num_bytes,
-            )
-        )
-        return recovered
-
-    def _take_position_back(self, recovered: Recovered) -> None:
-        """Go on drawing data where this worker, or its predecessor, stood at its newest boundary of this history."""
-        if not recovered.data_position or recovered.own_position or recovered.source == "origin":
-            return
-        logger.info("%s draws data on from where it stood at %s", self.worker, recovered.stood_at)
-        restore_kept(self._context.state, recovered.data_position)
-
-    def _begin_phase(self, *, late: bool) -> None:
-        local = self._context.state.local_progress
-        self._late = late
-        self._first_inner_step = local.inner_step
-        self._tokens_at_commit = local.tokens
-
-    def _obey_orders(self) -> bool:
-        """Recover if the coordinator or an operator wants it; return whether the state was replaced."""
-        order = self._context.inbox.take_resync()
-        if order is not None:
-            try:
-                self._recover("resync", from_worker=order.resync.from_worker_id)
-            except RecoveryError as error:
-                self._orders.answer(order, error)
-                raise
-            self._orders.answer(order, None)
-            return True
-        if self._context.inbox.has_directive():
-            self._recover("ordered by the coordinator", ask=False)
-            return True
-        return False
 
     # The coordinator's side of the conversation
 
@@ -462,7 +353,9 @@ class Agent:
             run_id=context.config.run_id,
             worker=to_proto(context.worker),
             numerics_id=numerics_id(),
-            layout_digest=terms_digest(self._layout_digest, context.config.gradient_codec, context.config.bucket_bytes),
+            layout_digest=terms_digest(
+                self._own.layout_digest, context.config.gradient_codec, context.config.bucket_bytes
+            ),
             held=to_proto(stand.version) if holds else None,
             held_fingerprint=stand.fingerprint if holds else b"",
             peer_addresses=[to_proto(self._peer_server.address)],

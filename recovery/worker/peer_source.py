@@ -43,10 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class PeerSource:
-    """Runs the conversations of tickets; owns what was received until it is committed."""
+    """Runs the conversations of tickets; owns what was received until it is committed.
 
-    def __init__(self, context: Context) -> None:
+    Args:
+        context: The worker.
+        reachable_at: Where this worker's own peer server listens: donors prove the way back to it.
+    """
+
+    def __init__(self, context: Context, reachable_at: Callable[[], Sequence[Address]] = tuple) -> None:
         self._context = context
+        self._reachable_at = reachable_at
         self._ledger = ChunkLedger()
         self._restorations: dict[Role, Restoration] = {}
         self._staged = False
@@ -262,6 +268,7 @@ class PeerSource:
             sender=self._context.worker,
             expected=peer.worker,
             peer_is_remote=not is_loopback(self._context.host),
+            dial_back=self._reachable_at(),
         )
 
     def _round_trip(self, peer: DonorPeer) -> float:

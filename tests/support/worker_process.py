@@ -118,7 +118,7 @@ class Gate:
 
 def report_arrivals(agent: Agent, voice: Voice) -> None:
     """Say how many bytes are verified, whenever that grew; for ever."""
-    peers, session, before, said = agent._chain._peers, None, 0, 0
+    peers, session, before, said = agent._own._chain._peers, None, 0, 0
     look = threading.Event()
     while not look.wait(0.02):
         now = peers._session
