@@ -9,11 +9,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recovery.snapshot.journal import KEPT_ENTRIES
 from recovery.worker.catch_up import MAX_REBASES
 from tests.support.fleet import WAIT_SECONDS, Fleet, Worker
 from tests.support.steered import PATIENT, SteeredRun, heard, step_of
@@ -160,7 +160,7 @@ def test_boundary_aborted_while_a_joiner_catches_up(run: SteeredRun) -> None:
 
 def test_overflow_takes_a_new_base(run: SteeredRun) -> None:
     """A joiner that stood still for so long that its entries are gone fetches a newer base, once."""
-    joiner, _ = left_behind(run, boundaries=4)
+    joiner, _ = left_behind(run, boundaries=KEPT_ENTRIES + 1)
     joiner.command(do="go_on")
     rebased = joiner.wait_event("CatchUpRebased")
     assert "keeps the averages" in rebased["reason"]
@@ -176,7 +176,7 @@ def test_rebases_are_bounded(run: SteeredRun) -> None:
     for _ in range(MAX_REBASES + 1):
         halted = joiner.wait_said("halted", since=since)
         since = joiner.heard.index(halted) + 1
-        run.advance(4)
+        run.advance(KEPT_ENTRIES + 1)
         run.tell_seal(joiner)
         joiner.command(do="halt", plan=AT_THE_BASE)
         joiner.command(do="go_on")
@@ -217,8 +217,8 @@ def test_a_resync_slower_than_a_phase_ends_well(run: SteeredRun) -> None:
         assert differing(victim.boundaries()[version], member.boundaries()[version], REPLICATED) == []
 
 
-BASE_PERIODS, ENTRY_PERIODS = 1.25, 0.625
-"""What the outer copy and one commit's averages take of an outer period."""
+BASE_PERIODS = 1.25
+"""What the outer copy takes of an outer period; one commit's averages take half of that."""
 WORST_START = 0.7
 """Where in a phase a base is begun that costs the most boundaries: the run takes one while it is fetched, and the
 entries of three more periods end shortly after a boundary each."""
@@ -229,66 +229,71 @@ HEAVY: dict[str, Any] = {
     "agent": {"inner_steps_per_phase": 18, "recover_timeout_seconds": 80.0},
 }
 """5.5 MB of outer parts, half as much a plain entry, 5.8 MB of private parts, phases of about 1.8 s."""
-BYTES_PER_HIDDEN = 2 * 4 * (16 + 1 + 2 + 4)
-"""Of the outer parts: parameters and momentum."""
+OUTER_BYTES = 2 * 4 * (16 + 1 + 2 + 4) * HEAVY["hidden"]
+"""Parameters and momentum."""
 
 
-def cap_by_the_period(run: SteeredRun, donor: Worker, outer_bytes: int) -> None:
-    """Cap a donor so that its outer copy takes ``BASE_PERIODS`` of the period that the run has on this machine now."""
+@pytest.fixture(scope="module")
+def heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteeredRun]:
+    """Two members of a run with the parameter's codec, of which one serves."""
+    plan = {**HEAVY, "agent": {**HEAVY["agent"], "gradient_codec": request.param}}
+    with Fleet(tmp_path_factory.mktemp(request.param), *PATIENT, "--expected-workers", "2") as fleet:
+        run = SteeredRun(fleet, plan, gate=17)
+        run.fill_up(2)
+        with fleet.operator() as operator:
+            operator.drain(run.members[1].name)
+        yield run
+
+
+def cap(run: SteeredRun, outer_copies_a_period: float) -> None:
+    """Cap the member that serves, by the period that the run has on this machine now."""
+    run.advance()
     began = time.monotonic()
     run.advance()
     period = time.monotonic() - began
     with run.fleet.operator() as operator:
-        operator.set_rate(donor.name, int(outer_bytes / (BASE_PERIODS * period)))
+        operator.set_rate(run.members[0].name, int(outer_copies_a_period * OUTER_BYTES / period))
 
 
-@pytest.mark.parametrize(("codec", "at_most"), [("plain", 3), ("int8", 2)])
-def test_first_roster_soon_after_the_base(tmp_path: Path, codec: str, at_most: int) -> None:
+@pytest.mark.parametrize(("heavy", "at_most"), [("plain", 3), ("int8", 2)], indirect=["heavy"])
+def test_first_roster_soon_after_the_base(heavy: SteeredRun, at_most: int) -> None:
     """The clock of these phases is the joiner's bytes: a period is over when ``1 / BASE_PERIODS`` of a copy came.
 
     So the ratios hold on any machine, and the number of boundaries between the base and the joiner's first roster says
     how many times it had to fetch anything.
     """
-    outer_bytes = BYTES_PER_HIDDEN * HEAVY["hidden"]
-    plan = {**HEAVY, "agent": {**HEAVY["agent"], "gradient_codec": codec}}
-    with Fleet(tmp_path, *PATIENT, "--expected-workers", "2") as fleet:
-        run = SteeredRun(fleet, plan, gate=17)
-        run.fill_up(2)
-        donor, bystander = run.members
-        with fleet.operator() as operator:
-            operator.drain(bystander.name)
-        run.advance()
-        cap_by_the_period(run, donor, outer_bytes)
-        joiner = run.joiner(halt={"event": "PrivatePartsReceived"}, report_arrivals=True)
-        halted = joiner.wait_said("halted")
-        run.advance()  # the base is begun in the phase after this boundary
-        run.tell_seal(joiner)
-        joiner.command(do="go_on")
-        at_base = let_boundaries_pass_by_bytes(run, joiner, outer_bytes / BASE_PERIODS)
-        base, joined = joiner.wait_event("BaseRestored"), run.admitted(joiner)
-        assert at_base > step_of(base["version"]), "the copy was not slower than a phase: nothing was caught up"
-        run.advance()
-        first = step_of(joiner.wait_event("BoundaryStage", stage="rostered")["version"]) + 1
-        assert first - at_base <= at_most
-        replayed = [step_of(m["version"]) for m in heard(joiner, "CommitReplayed")]
-        assert replayed == list(range(step_of(base["version"]) + 1, first))
-        assert len(heard(joiner, "BaseRestored")) == 1
-        joiner.wait_boundary(run.outer_step)
-        for version, parts in {joined["version"]: joined["parts"], **joiner.boundaries()}.items():
-            for member in run.members:
-                assert differing(parts, member.boundaries()[version], REPLICATED) == [], (version, member.name)
-        # Private parts take longer than a phase: the moments are of the cut that came first, the scalars of now.
-        by_then = joiner.heard[: joiner.heard.index(joined)]
-        (received,) = (m for m in heard(joiner, "PrivatePartsReceived") if m in by_then)
-        refreshed = [m for m in heard(joiner, "ScalarsRefreshed") if m in by_then][-1]
-        assert received["cut"] == halted["cut"]
-        assert refreshed["cut"] == f"{joined['version']}+{joined['inner_step']}"
-        assert moments_of(joined["parts"]) == moments_of(at(donor, received["cut"])["parts"])
-        now = at(donor, refreshed["cut"])
-        assert differing(joined["parts"], now["parts"], ("scheduler", "local_progress", "buffers")) == []
-        assert joined["parts"]["inner_optimizer"].split("/")[0] == now["parts"]["inner_optimizer"].split("/")[0]
-        assert joined["next_rates"] == now["next_rates"]
-        assert len(joined["next_rates"]) == 21
+    run, donor = heavy, heavy.members[0]
+    cap(run, 1 / BASE_PERIODS)
+    joiner = run.joiner(halt={"event": "PrivatePartsReceived"}, report_arrivals=True)
+    halted = joiner.wait_said("halted")
+    run.advance()  # the base is begun in the phase after this boundary
+    run.tell_seal(joiner)
+    joiner.command(do="go_on")
+    at_base = let_boundaries_pass_by_bytes(run, joiner, OUTER_BYTES / BASE_PERIODS)
+    base, joined = joiner.wait_event("BaseRestored"), run.admitted(joiner)
+    assert at_base > step_of(base["version"]), "the copy was not slower than a phase: nothing was caught up"
+    run.advance()
+    first = step_of(joiner.wait_event("BoundaryStage", stage="rostered")["version"]) + 1
+    assert first - at_base <= at_most
+    replayed = [step_of(m["version"]) for m in heard(joiner, "CommitReplayed")]
+    assert replayed == list(range(step_of(base["version"]) + 1, first))
+    assert len(heard(joiner, "BaseRestored")) == 1
+    joiner.wait_boundary(run.outer_step)
+    for version, parts in {joined["version"]: joined["parts"], **joiner.boundaries()}.items():
+        for member in run.members:
+            assert differing(parts, member.boundaries()[version], REPLICATED) == [], (version, member.name)
+    # Private parts take longer than a phase: the moments are of the cut that came first, the scalars of now.
+    by_then = joiner.heard[: joiner.heard.index(joined)]
+    (received,) = (m for m in heard(joiner, "PrivatePartsReceived") if m in by_then)
+    refreshed = [m for m in heard(joiner, "ScalarsRefreshed") if m in by_then][-1]
+    assert received["cut"] == halted["cut"]
+    assert refreshed["cut"] == f"{joined['version']}+{joined['inner_step']}"
+    assert moments_of(joined["parts"]) == moments_of(at(donor, received["cut"])["parts"])
+    now = at(donor, refreshed["cut"])
+    assert differing(joined["parts"], now["parts"], ("scheduler", "local_progress", "buffers")) == []
+    assert joined["parts"]["inner_optimizer"].split("/")[0] == now["parts"]["inner_optimizer"].split("/")[0]
+    assert joined["next_rates"] == now["next_rates"]
+    assert len(joined["next_rates"]) == 21
 
 
 def let_boundaries_pass_by_bytes(run: SteeredRun, joiner: Worker, period_bytes: float) -> int:
@@ -318,24 +323,21 @@ def let_boundaries_pass_by_bytes(run: SteeredRun, joiner: Worker, period_bytes: 
             due += period_bytes
 
 
-def test_a_link_too_slow_is_not_admitted_and_status_says_what_it_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heavy", ["plain"], indirect=True)
+def test_a_link_too_slow_is_not_admitted_and_status_says_what_it_needs(heavy: SteeredRun) -> None:
     """Five times too slow: no load makes that right. With a faster link the same process joins."""
-    plan = {**HEAVY, "hidden": 12_000}
-    outer_bytes = BYTES_PER_HIDDEN * 12_000
-    with Fleet(tmp_path, *PATIENT, "--expected-workers", "1") as fleet:
-        run = SteeredRun(fleet, plan, gate=17)
-        run.fill_up(1)
-        run.advance()
-        cap_by_the_period(run, run.members[0], outer_bytes // 10)
-        joiner = run.joiner()
-        deadline, pause = time.monotonic() + WAIT_SECONDS, threading.Event()
-        with fleet.operator() as operator:
-            says = ""
-            while "not admitted" not in says and time.monotonic() < deadline:
-                says = next((w.waiting_for for w in operator.list().workers if w.worker.worker_id == joiner.name), "")
-                pause.wait(0.1)
-            assert "not admitted: the link brings" in says
-            assert re.search(r"one commit of 1\.\d+ MB in every outer period of \S+ s needs \S+ MB/s", says)
-            assert heard(joiner, "BaseRestored") == []
-            operator.set_rate(run.members[0].name, 0)
-        assert_in_step(run, joiner)
+    run = heavy
+    run.end_joiners()
+    cap(run, 0.1)
+    joiner = run.joiner()
+    deadline, pause = time.monotonic() + WAIT_SECONDS, threading.Event()
+    with run.fleet.operator() as operator:
+        says = ""
+        while "not admitted" not in says and time.monotonic() < deadline:
+            says = next((w.waiting_for for w in operator.list().workers if w.worker.worker_id == joiner.name), "")
+            pause.wait(0.1)
+        assert "not admitted: the link brings" in says
+        assert re.search(r"one commit of 2\.\d+ MB in every outer period of \S+ s needs \S+ MB/s", says)
+        assert heard(joiner, "BaseRestored") == []
+        operator.set_rate(run.members[0].name, 0)
+    assert_in_step(run, joiner, boundaries=1)
