@@ -23,13 +23,17 @@ from recovery.transport.link import MAX_LANES, Transfer, check_message
 from recovery.transport.rendezvous_store import ControlStore
 from recovery.transport.sockets import Endpoint, SocketSet, endpoint, endpoint_text, find_new_listener
 from recovery.transport.state_dict import post_receive, post_send
-from recovery.types import KeyValue
+from recovery.types import KIB, MIB, KeyValue
 
 logger = logging.getLogger(__name__)
 
 DONOR_RANK = 0
 JOINER_RANK = 1
 
+_LOCAL_SEND_BYTES = 512 * KIB
+_LOCAL_RECEIVE_BYTES = 2 * MIB
+"""Socket buffers inside one machine. There is no round trip to bridge, and what waits in larger ones falls out of the
+processor's cache before it is read: a quarter more processor time a byte at both ends."""
 _LONGEST_WAIT_SECONDS = 7 * 24 * 3600.0
 _BROKEN_WAIT_SECONDS = 0.01
 _CANCEL_SECONDS = 0.05
@@ -332,7 +336,9 @@ def open_gloo_link(
     except BaseException:
         handle.close()
         raise
-    if congestion_control is not None and not _is_local(handle.sockets):
+    if _is_local(handle.sockets):
+        handle.sockets.bound_buffers(send_bytes=_LOCAL_SEND_BYTES, receive_bytes=_LOCAL_RECEIVE_BYTES)
+    elif congestion_control is not None:
         in_force = handle.sockets.choose_congestion_control(congestion_control)
         logger.info("link %s: %d sockets, congestion control %s", scope, lanes, in_force)
     return GlooLink(handle, lanes)

@@ -35,6 +35,8 @@ _BYTES_ACKED_OFFSET = 120
 _BYTES_RECEIVED_OFFSET = 128
 _TCP_INFO_BYTES = 136
 _DRAINED_BYTES = 1 << 20
+_LARGEST_SEND_BUFFER = Path("/proc/sys/net/core/wmem_max")
+_LARGEST_RECEIVE_BUFFER = Path("/proc/sys/net/core/rmem_max")
 
 _opening = threading.Lock()
 """Held while a listener is being opened and looked for, so that this module's own users do not confuse each other."""
@@ -227,6 +229,26 @@ class SocketSet:
                     if len(info) > _PROBES_OFFSET and max(info[_RETRANSMITS_OFFSET], info[_PROBES_OFFSET]) > 1:
                         found.append(pair)
         return found
+
+    def bound_buffers(self, *, send_bytes: int, receive_bytes: int) -> None:
+        """Bound what waits in every connected socket; the system would let both sides grow to megabytes.
+
+        Where the system permits less than is asked for, it would take that instead, and a receiver of little is slow:
+        there nothing is changed.
+        """
+        bounds = []
+        for option, limit, wanted in (
+            (socket.SO_SNDBUF, _LARGEST_SEND_BUFFER, send_bytes),
+            (socket.SO_RCVBUF, _LARGEST_RECEIVE_BUFFER, receive_bytes),
+        ):
+            with contextlib.suppress(OSError):  # not Linux: left to the system
+                if int(limit.read_text(encoding="ascii")) >= wanted:
+                    bounds.append((option, wanted))
+        with self._lock:
+            for each in self._sockets:
+                for option, wanted in bounds:
+                    with contextlib.suppress(OSError):  # broken already: the operations on it will say so
+                        each.setsockopt(socket.SOL_SOCKET, option, wanted)
 
     def bytes_received(self) -> int:
         """Return payload and control bytes that arrived on all sockets; 0 where the system does not say."""
