@@ -1,6 +1,6 @@
 """What saving and loading a checkpoint costs, beside safetensors, torch.save and torch DCP, none of which verifies.
 
-    python -m benchmarks.bench_ckpt [--gib 1] [--rounds 5] [--folder DIR] [--s3-mib 128]
+    python -m benchmarks.bench_ckpt [--gib 1] [--rounds 5] [--folder DIR] [--s3-mib 128] [--only PLACE ...]
 
 The state is that of a DiLoCo worker: parameters, outer momentum, two inner moments. Every column is measured in the
 same run on the same bytes, rounds interleaved, medians reported. "disk" is a folder on the file system of --folder with
@@ -45,6 +45,7 @@ from recovery.types import GIB, MIB, Version
 RESULTS = Path(__file__).parent / "results"
 QUIET_SHARE = 0.05
 """If other processes used more than this share of the cores meanwhile, the machine was busy."""
+PLACES = ("disk", "memory", "blocked", "s3")
 BAR = "safetensors save_file / load_file"
 
 
@@ -214,6 +215,18 @@ def behind(found: dict[str, dict[str, object]]) -> list[str]:
     return lines
 
 
+def behind_on_s3(found: dict[str, object]) -> list[str]:
+    """Return every way over the wire in which torch.save or DCP is faster than ours."""
+    rivals = {"ours, save": ("torch.save + put", "DCP save"), "ours, verified load": ("get + torch.load", "DCP load")}
+    lines = []
+    for ours, others in rivals.items():
+        for other in others:
+            mine, theirs = found[f"{ours}, MB/s"], found[f"{other}, MB/s"]
+            if isinstance(mine, float) and isinstance(theirs, float) and mine < theirs:
+                lines.append(f"S3: {ours} is behind {other}: {mine} and {theirs} MB/s")
+    return lines
+
+
 def markdown(record: dict[str, object], machine: dict[str, str | int | float]) -> str:
     """Return the record as tables."""
     lines = ["# Saving and loading a checkpoint", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
@@ -249,6 +262,9 @@ def markdown(record: dict[str, object], machine: dict[str, str | int | float]) -
                 *(f"| {k} | {v} |" for k, v in rows.items()),
                 "",
             ]
+    late = record.get("behind torch.save or DCP")
+    if isinstance(late, list):
+        lines += [f"Behind torch.save or DCP: {'; '.join(late) or 'nowhere'}.", ""]
     lines.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".")
     return "\n".join(lines) + "\n"
 
@@ -278,6 +294,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where 'disk' is; default: the temporary folder")
     parser.add_argument("--s3-mib", type=int, default=128, help="0: not on S3")
+    parser.add_argument(
+        "--only", nargs="+", choices=PLACES, default=PLACES, help="where to measure; default: everywhere"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # DCP warns at each call that no process group exists
     machine = facts()
@@ -285,20 +304,24 @@ def main() -> None:
     state = state_of(int(arguments.gib * GIB))
     record: dict[str, object] = {"benchmark": "ckpt", **machine}
     found = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        on_disk = measure(Path(folder), state, arguments.rounds, synced=True)
-        record["disk, fsync"] = on_disk
-        found += behind(on_disk)
-    if Path("/dev/shm").is_dir():
+    if "disk" in arguments.only:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            on_disk = measure(Path(folder), state, arguments.rounds, synced=True)
+            record["disk, fsync"] = on_disk
+            found += behind(on_disk)
+    if "memory" in arguments.only and Path("/dev/shm").is_dir():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             in_memory = measure(Path(folder), state, arguments.rounds, synced=False)
             record["memory, no fsync"] = in_memory
             found += behind(in_memory)
     del state
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        record["training thread blocked"] = blocked(Path(folder), int(arguments.gib * GIB), arguments.rounds)
-    if arguments.s3_mib:
-        record["S3 (moto, loopback)"] = on_s3(arguments.s3_mib * MIB, 3)
+    if "blocked" in arguments.only:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            record["training thread blocked"] = blocked(Path(folder), int(arguments.gib * GIB), arguments.rounds)
+    if "s3" in arguments.only and arguments.s3_mib:
+        over_the_wire = on_s3(arguments.s3_mib * MIB, arguments.rounds)
+        record["S3 (moto, loopback)"] = over_the_wire
+        found += behind_on_s3(over_the_wire)
     record["behind torch.save or DCP"] = found
     others = Used.now().by_others_since(before)
     record |= {

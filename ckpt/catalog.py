@@ -113,7 +113,11 @@ class Catalog:
     def iterate(self) -> Iterator[Step]:
         """Yield what ``steps`` lists, looking at each only when it is asked for."""
         for version in self.versions():
-            step = self.look(version)
+            try:
+                step = self.look(version)
+            except OSError as error:
+                # One folder that the storage does not give must not hide the others: whose it is cannot be told.
+                step = Step(version=version, state=StepState.FOREIGN, reason=f"it cannot be looked at: {error}")
             if step is not None:
                 yield step
 
@@ -131,8 +135,12 @@ class Catalog:
         Raises:
             BadConfiguration: there is none, or it is not whole; names those that are. An explicit wish is never
                 replaced by something else.
+            CheckpointRejected: the storage does not give it.
         """
-        step = self.look(version)
+        try:
+            step = self.look(version)
+        except OSError as error:
+            raise CheckpointRejected(f"step {version} in {self._storage.url} cannot be looked at: {error}") from error
         if step is None or not step.whole:
             have = ", ".join(str(one.version) for one in self.whole()) or "none"
             why = "does not exist" if step is None else f"is {step.state.value} ({step.reason})"
@@ -148,7 +156,11 @@ class Catalog:
         return parse_step_folder(text.decode("ascii", "replace").strip())
 
     def look(self, version: Version) -> Step | None:
-        """Return what a version's folder is worth, or None if there is none."""
+        """Return what a version's folder is worth, or None if there is none.
+
+        Raises:
+            OSError: the storage does not give it.
+        """
         folder = step_folder(version)
         entries = self._storage.entries(folder)
         if not entries:
@@ -165,7 +177,11 @@ class Catalog:
             worker_id = parse_worker_folder(entry.name) if entry.is_folder else None
             if worker_id is None:
                 continue
-            share = self._share(version, f"{folder}/{entry.name}", None, worker_id)
+            try:
+                share = self._share(version, f"{folder}/{entry.name}", None, worker_id)
+            except OSError as error:  # another user's folder, perhaps: the replicated parts are whole without it
+                torn[worker_id] = f"it cannot be looked at: {error}"
+                continue
             if share.reason:
                 torn[worker_id] = share.reason
             else:

@@ -88,7 +88,7 @@ def apply_values(
     parts: list[LivePart] = []
     for name, value in values.items():
         if name not in state.part_names:
-            differences.append(f"{name}: unexpected, this worker has no such part")
+            differences.append(f"{name}: unexpected, this worker has no such part (exclude it to go without)")
             continue
         own = state.read_part(name)
         merge = _Merge(name, {spec.path: spec for spec in own.specs}, boxes, differences)

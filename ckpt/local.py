@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.storage import Entry, Pin, Readable, Writable
+from recovery.types import MIB
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Without O_NONBLOCK a pipe that bears a manifest's name would hold whoever looks at the folder, for ever."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
@@ -66,8 +70,11 @@ class FileSystem:
 
 
 class _LocalReadable:
+    request_bytes = 4 * MIB
+    """Stays in a core's cache between reading, hashing and copying."""
+
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, _READ)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
@@ -188,7 +195,7 @@ class LocalStorage:
     def open(self, path: str) -> Readable:
         return _LocalReadable(str(self._root / path))
 
-    def create(self, path: str) -> Writable:
+    def create(self, path: str, num_bytes: int = 0) -> Writable:
         target = self._root / path
         self._make_folder(target.parent)
         return _LocalWritable(self._files, target)
@@ -261,14 +268,14 @@ class LocalStorage:
     def _lock(self, path: str, how: int) -> _Lock | None:
         full = str(self._root / path)
         try:
-            descriptor = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(full, _READ)
         except FileNotFoundError:
             return None
         try:
             fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             # Deleted or replaced between open and lock: the lock is then on a file that nobody sees any more.
             here, there = os.fstat(descriptor), os.stat(full)  # noqa: PTH116
-            if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            if not stat.S_ISREG(here.st_mode) or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 os.close(descriptor)
                 return None
         except (BlockingIOError, FileNotFoundError):

@@ -20,12 +20,16 @@ from ckpt.local import LocalStorage
 from ckpt.storage import Entry, Pin, Readable, Storage, StorageError, Writable
 from recovery.clock import Clock, SystemClock
 from recovery.errors import BadConfiguration
+from recovery.types import MIB
 
 logger = logging.getLogger(__name__)
 
 READING = ".reading-"
 PIN_SECONDS = 6 * 3600.0
 """A reader's mark on an object store counts for this long: a reader that was killed cannot take it away."""
+
+_PART_BYTES = 16 * MIB
+_MAX_PARTS = 5000
 
 _READING = re.compile(r"\.reading-[0-9a-f]{16}")
 
@@ -60,6 +64,9 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class _ObjectReadable:
+    request_bytes = 16 * MIB
+    """A request costs a round trip and the server's attention. Measured on loopback: twice the speed of 4 MiB."""
+
     def __init__(self, fs: Any, path: str, num_bytes: int) -> None:
         self._fs = fs
         self._path = path
@@ -79,11 +86,13 @@ class _ObjectReadable:
 
 
 class _ObjectWritable:
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: Any, path: str, num_bytes: int) -> None:
         self._fs = fs
         self._path = path
+        # Small parts keep the server busy while the next one is prepared; it takes 10,000 at most.
+        block = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS // MIB) * MIB)
         with _translated(f"writing {path}"):
-            self._file = fs.open(path, "wb")
+            self._file = fs.open(path, "wb", block_size=block)
         self._open = True
 
     def write(self, data: memoryview) -> None:
@@ -186,8 +195,8 @@ class FsspecStorage:
             raise FileNotFoundError(f"{self.url_of(path)} does not exist")
         return _ObjectReadable(self._fs, self._full(path), size)
 
-    def create(self, path: str) -> Writable:
-        return _ObjectWritable(self._fs, self._full(path))
+    def create(self, path: str, num_bytes: int = 0) -> Writable:
+        return _ObjectWritable(self._fs, self._full(path), num_bytes)
 
     def settle(self, folders: Iterable[str]) -> None:
         """Nothing to do: an object that was put is durable, and its name with it."""

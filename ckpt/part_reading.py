@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,8 +30,17 @@ class Destination(Protocol):
         """Take bytes at a position of the part. Called from several threads, for ranges that do not overlap."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Runs that follow each other and are asked of the storage at once."""
+
+    file_offset: int
+    num_bytes: int
+    runs: tuple[Run, ...]
+
+
 class PartReading:
-    """Verified reads of one open file. One thread's; ``read_all`` uses threads of its own and joins them."""
+    """Verified reads of one open file. One thread's; ``read_all`` and ``in_order`` use threads of their own."""
 
     def __init__(self, handle: Readable, where: str, part: PartSpec, algorithm: DigestAlgorithm) -> None:
         self.plan = plan_file(part)
@@ -37,6 +48,7 @@ class PartReading:
         self._where = where
         self._part = part
         self._algorithm = algorithm
+        self._places: dict[int, list[tuple[int, Piece]]] | None = None
 
     def check_header(self) -> None:
         """Return if size and header are what the manifest asks for, so that any safetensors reader sees the same."""
@@ -55,69 +67,129 @@ class PartReading:
         Raises:
             CheckpointRejected: the first piece that differs; no further one is handed on after that is known.
         """
-        runs = iter(self.plan.runs)
+        batches = self._batches()
+        left = iter(batches)
         lock = threading.Lock()
         stop = threading.Event()
 
         def work() -> None:
-            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            buffer = _buffer_for(batches)
             while not stop.is_set():
                 with lock:
-                    run = next(runs, None)
-                if run is None:
+                    batch = next(left, None)
+                if batch is None:
                     return
                 try:
-                    self._read_run(run, buffer, destination)
+                    self._hand_on(batch, self._checked(batch, buffer), destination)
                 except BaseException:
                     stop.set()
                     raise
                 if progress is not None:
-                    progress(run.num_bytes)
+                    progress(batch.num_bytes)
 
-        num_threads = min(num_threads, len(self.plan.runs))
+        num_threads = min(num_threads, len(batches))
         if num_threads < 2:
             work()
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt-read") as pool:
-            for future in [pool.submit(work) for _ in range(num_threads)]:
-                future.result()
+            try:
+                for future in [pool.submit(work) for _ in range(num_threads)]:
+                    future.result()
+            except BaseException:
+                stop.set()  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the file
+                raise
+
+    def in_order(self, num_threads: int) -> Generator[torch.Tensor, None, None]:
+        """Yield the verified bytes that follow the header, piece by piece, each valid until the next; read ahead.
+
+        Close it before the file: its threads read until then.
+
+        Raises:
+            CheckpointRejected: the first piece that differs.
+        """
+        batches = self._batches()
+        left = iter(batches)
+        num_threads = max(1, min(num_threads, len(batches)))
+        free = deque(_buffer_for(batches) for _ in range(num_threads))
+        ahead: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt-read") as pool:
+            try:
+                while True:
+                    while free and (batch := next(left, None)) is not None:
+                        buffer = free.popleft()
+                        ahead.append((buffer, pool.submit(self._checked, batch, buffer)))
+                    if not ahead:
+                        return
+                    buffer, job = ahead.popleft()
+                    yield job.result()
+                    free.append(buffer)
+            finally:
+                for _, job in ahead:
+                    job.cancel()
 
     def read_chunk(self, chunk: int) -> torch.Tensor | None:
         """Return the verified bytes of one of the manifest's chunks, or None where they are damaged."""
         spec = self._part.chunks[chunk]
         data = torch.empty(spec.num_bytes, dtype=torch.uint8)
         try:
-            for run in self.plan.runs:
-                position = run.file_offset
-                for piece in run.pieces:
-                    if piece.chunk == chunk:
-                        start = piece.part_offset - spec.offset
-                        view = data[start : start + piece.num_bytes]
-                        self._read(position, _memory(view))
-                        self._check(piece, view)
-                    position += piece.num_bytes
+            for position, piece in self._pieces_of(chunk):
+                start = piece.part_offset - spec.offset
+                view = data[start : start + piece.num_bytes]
+                self._read(position, _memory(view))
+                self._check(piece, view)
         except CheckpointRejected:
             return None
         return data
 
     def checked_run(self, run: Run, buffer: torch.Tensor) -> torch.Tensor:
         """Return a run's bytes, read into ``buffer``, after every digest was found right."""
-        data = buffer[: run.num_bytes]
-        self._read(run.file_offset, _memory(data))
+        return self._checked(_Batch(run.file_offset, run.num_bytes, (run,)), buffer)
+
+    def _checked(self, batch: _Batch, buffer: torch.Tensor) -> torch.Tensor:
+        data = buffer[: batch.num_bytes]
+        self._read(batch.file_offset, _memory(data))
         start = 0
-        for piece in run.pieces:
-            self._check(piece, data[start : start + piece.num_bytes])
-            start += piece.num_bytes
+        for run in batch.runs:
+            for piece in run.pieces:
+                self._check(piece, data[start : start + piece.num_bytes])
+                start += piece.num_bytes
         return data
 
-    def _read_run(self, run: Run, buffer: torch.Tensor, destination: Destination) -> None:
-        # Into a buffer of our own first: the destination may be a tensor that training uses, and nothing reaches it
+    def _hand_on(self, batch: _Batch, data: torch.Tensor, destination: Destination) -> None:
+        # Out of a buffer of our own: the destination may be a tensor that training uses, and nothing reaches it
         # unverified. 4 MiB stay in the cache, so the extra copy costs little.
-        data = self.checked_run(run, buffer)
         start = 0
-        for offset, num_bytes in _joined(run.pieces):
-            destination.write(offset, data[start : start + num_bytes])
-            start += num_bytes
+        for run in batch.runs:
+            for offset, num_bytes in _joined(run.pieces):
+                destination.write(offset, data[start : start + num_bytes])
+                start += num_bytes
+
+    def _batches(self) -> list[_Batch]:
+        limit = max(CHUNK_BYTES, self._handle.request_bytes)
+        batches: list[_Batch] = []
+        pending: list[Run] = []
+        num_bytes = 0
+        for run in self.plan.runs:
+            if pending and num_bytes + run.num_bytes > limit:
+                batches.append(_Batch(pending[0].file_offset, num_bytes, tuple(pending)))
+                pending, num_bytes = [], 0
+            pending.append(run)
+            num_bytes += run.num_bytes
+        if pending:
+            batches.append(_Batch(pending[0].file_offset, num_bytes, tuple(pending)))
+        return batches
+
+    def _pieces_of(self, chunk: int) -> list[tuple[int, Piece]]:
+        """Return one chunk's pieces, each with its place in the file."""
+        if self._places is None:
+            places: dict[int, list[tuple[int, Piece]]] = {}
+            for run in self.plan.runs:
+                position = run.file_offset
+                for piece in run.pieces:
+                    places.setdefault(piece.chunk, []).append((position, piece))
+                    position += piece.num_bytes
+            self._places = places
+        return self._places.get(chunk, [])
 
     def _read(self, offset: int, into: memoryview) -> None:
         try:
@@ -146,6 +218,10 @@ class PartReading:
                 if chunk_digest(self._algorithm, slice_) != tensor.digest:
                     names.append(tensor.path)
         return ", ".join(names) or piece.path
+
+
+def _buffer_for(batches: Sequence[_Batch]) -> torch.Tensor:
+    return torch.empty(max((batch.num_bytes for batch in batches), default=0), dtype=torch.uint8)
 
 
 def _joined(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:

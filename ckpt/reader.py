@@ -30,6 +30,11 @@ class RestorationPort(Protocol):
         """Return where a part's bytes are to be written."""
 
 
+def num_transfers(storage: Storage) -> int:
+    """Return how many threads read or write at once: more do not help a disk, and each holds a buffer."""
+    return 2 if isinstance(storage, LocalStorage) else 4
+
+
 class _Nowhere:
     def write(self, offset: int, data: torch.Tensor) -> None:
         pass
@@ -155,7 +160,7 @@ class Checkpoint:
         If it raises, ``destination`` may hold some verified bytes and no others.
         """
         with self.reading(part) as reading:
-            reading.read_all(destination, progress, 2 if isinstance(self._storage, LocalStorage) else 8)
+            reading.read_all(destination, progress, num_transfers(self._storage))
 
     def verify(self, parts: Collection[PartName] | None = None, progress: Progress | None = None) -> None:
         """Return if every byte of every (named) part agrees with the manifest.

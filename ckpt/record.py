@@ -24,6 +24,11 @@ KEPT = "kept"
 """Side record of a step that retention never deletes; its value says why: saved by order, the best so far."""
 
 
+CONVERTED = "converted"
+"""Side record of what another system wrote: ``from``, its name, and ``absent``, which parts it lacks and why. It
+does not say the classes of optimizers and schedulers: the worker's are taken, everything else is compared."""
+
+
 class Scope(enum.Enum):
     """Whose parts a checkpoint holds."""
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.background import Background
 from ckpt.catalog import Catalog
 from ckpt.layout import step_folder
 from ckpt.local import LocalStorage
@@ -19,7 +20,7 @@ from ckpt.retention import Retention, RetentionPolicy, delete_step
 from ckpt.storage import Storage
 from ckpt.transfer import copy_step
 from recovery.clock import Clock, SystemClock
-from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected, MisuseError
+from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected
 from recovery.events import CheckpointSaved, CheckpointSaveFailed, EventSink
 from recovery.types import Cut, RunId, Version, WorkerId
 
@@ -82,20 +83,16 @@ class Uploader:
         self._events = events
         self._clock = clock or SystemClock()
         self._retention = Retention(remote, run_id, config.retention) if config.retention else None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._wanted: list[Version] = []
-        self._busy = False
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        # The newest is worth most if this machine dies.
+        self._jobs = Background("ckpt-upload", self._upload, choose=max)
         self._failures: list[str] = []
         self._uploaded = 0
 
     def start(self) -> None:
         """Start the thread; a second call does nothing."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
-            self._thread.start()
+        self._jobs.start()
 
     def __enter__(self) -> Uploader:
         self.start()
@@ -112,7 +109,7 @@ class Uploader:
     @property
     def failures(self) -> tuple[str, ...]:
         """One line for each upload that was given up, oldest first."""
-        with self._changed:
+        with self._lock:
             return tuple(self._failures)
 
     def upload(self, version: Version) -> None:
@@ -121,17 +118,11 @@ class Uploader:
         Raises:
             MisuseError: not started, or closed.
         """
-        with self._changed:
-            if self._thread is None or self._closing:
-                raise MisuseError("upload() on an uploader that is not running")
-            if version not in self._wanted:
-                self._wanted.append(version)
-            self._changed.notify_all()
+        self._jobs.put(version, once=True)
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Return whether nothing is queued or under way within the time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._wanted and not self._busy, timeout_seconds)
+        return self._jobs.wait_below(1, timeout_seconds)
 
     def close(self) -> None:
         """End the thread after what is queued; a second call does nothing.
@@ -139,14 +130,10 @@ class Uploader:
         Raises:
             CheckpointFailed: an upload was given up, or has not ended in time.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        ended = self._jobs.end(self._config.close_timeout_seconds)
+        if ended is None:
             return
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        thread.join(self._config.close_timeout_seconds)
-        if thread.is_alive():
+        if not ended:
             self._stop.set()
             raise CheckpointFailed(
                 f"an upload to {self._remote.url} has not ended within "
@@ -155,26 +142,14 @@ class Uploader:
         if self._failures:
             raise CheckpointFailed(f"{len(self._failures)} uploads failed, the last one: {self._failures[-1]}")
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closing)
-                if not self._wanted:
-                    return
-                # The newest is worth most if this machine dies.
-                version = max(self._wanted)
-                self._wanted.remove(version)
-                self._busy = True
-            try:
-                self._upload(version)
-            except Exception as error:  # the thread's root: one upload must not take the next with it
-                logger.exception("uploading %s to %s failed", version, self._remote.url)
-                self._failed(version, f"{type(error).__name__}: {error}")
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-
     def _upload(self, version: Version) -> None:
+        try:
+            self._try_upload(version)
+        except Exception as error:  # the thread's root: one upload must not take the next with it
+            logger.exception("uploading %s to %s failed", version, self._remote.url)
+            self._failed(version, f"{type(error).__name__}: {error}")
+
+    def _try_upload(self, version: Version) -> None:
         began = self._clock.monotonic()
         pause = self._config.first_pause_seconds
         while True:
@@ -201,7 +176,7 @@ class Uploader:
             except (CheckpointRejected, BadConfiguration) as error:
                 self._failed(version, str(error))  # what is here is damaged: another try reads the same
                 return
-        with self._changed:
+        with self._lock:
             self._uploaded += 1
         self._events(
             CheckpointSaved(
@@ -218,7 +193,7 @@ class Uploader:
     def _failed(self, version: Version, reason: str) -> None:
         url = self._remote.url_of(step_folder(version))
         logger.error("%s is not uploaded: %s", url, reason)
-        with self._changed:
+        with self._lock:
             self._failures.append(f"{url}: {reason}")
         self._events(CheckpointSaveFailed(worker_id=self._worker_id, url=url, reason=reason))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckpt.background import Background
 from ckpt.catalog import Catalog
 from ckpt.reader import Checkpoint, open_checkpoint
 from ckpt.retention import Retention
@@ -83,11 +83,8 @@ class Saver:
         self._callbacks = tuple(callbacks)
         self._then = then
         self._retention = Retention(storage, run_id, config.retention, worker.worker_id) if config.retention else None
-        self._changed = threading.Condition()
-        self._queue: deque[_Task] = deque()
-        self._in_flight = 0
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._jobs = Background("ckpt-saver", self._save, done=lambda task: task.ticket.end())
         self._saved = self._failed = self._skipped = self._in_a_row = 0
         self._unseen: CheckpointFailed | None = None
         self._last_failure = ""
@@ -96,9 +93,7 @@ class Saver:
 
     def start(self) -> None:
         """Start the thread; a second call does nothing."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ckpt-saver", daemon=True)
-            self._thread.start()
+        self._jobs.start()
 
     def __enter__(self) -> Saver:
         self.start()
@@ -110,12 +105,13 @@ class Saver:
     @property
     def status(self) -> SaverStatus:
         """What happened so far."""
-        with self._changed:
+        in_flight = self._jobs.in_flight
+        with self._lock:
             return SaverStatus(
                 saved=self._saved,
                 failed=self._failed,
                 skipped=self._skipped,
-                in_flight=self._in_flight,
+                in_flight=in_flight,
                 failures_in_a_row=self._in_a_row,
                 last_failure=self._last_failure,
                 last_saved=self._last_saved,
@@ -142,7 +138,7 @@ class Saver:
         try:
             if version is None:
                 raise MisuseError("save() needs at least one source")
-            if self._thread is None or self._closing:
+            if not self._jobs.running:
                 raise MisuseError("save() on a saver that is not running")
             self._surface()
             extra: dict[str, object] = dict(records or {})
@@ -152,10 +148,7 @@ class Saver:
                 if callback.before is not None:
                     extra.update(callback.before([source.manifest for source in sources]) or {})
             task = _Task(SaveTicket(version), tuple(sources), extra)
-            with self._changed:
-                self._queue.append(task)
-                self._in_flight += 1
-                self._changed.notify_all()
+            self._jobs.put(task)
             taken = True
             return task.ticket
         finally:
@@ -165,8 +158,7 @@ class Saver:
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Return whether no save is under way within the time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._in_flight == 0, timeout_seconds)
+        return self._jobs.wait_below(1, timeout_seconds)
 
     def close(self) -> None:
         """End the thread after the saves under way; a second call does nothing.
@@ -175,14 +167,10 @@ class Saver:
             CheckpointFailed: a save failed that no call has reported yet and the policy does not only warn, or a save
                 has not ended in time.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        ended = self._jobs.end(self._config.close_timeout_seconds)
+        if ended is None:
             return
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        thread.join(self._config.close_timeout_seconds)
-        if thread.is_alive():
+        if not ended:
             raise CheckpointFailed(
                 f"{self._worker}: a save to {self._storage.url} has not ended within "
                 f"{self._config.close_timeout_seconds:g} s of close; the process may end without it"
@@ -192,7 +180,7 @@ class Saver:
         self._surface()
 
     def _surface(self) -> None:
-        with self._changed:
+        with self._lock:
             failure, in_a_row = self._unseen, self._in_a_row
             enough = {
                 OnFailure.WARN: False,
@@ -207,44 +195,27 @@ class Saver:
         ) from failure
 
     def _admit(self, version: Version) -> bool:
-        with self._changed:
-            if self._in_flight < self._config.max_in_flight:
-                return True
-            if self._config.when_full is WhenFull.SKIP:
+        limit, began = self._config.max_in_flight, self._clock.monotonic()
+        if self._jobs.wait_below(limit, 0):
+            return True
+        if self._config.when_full is WhenFull.SKIP:
+            with self._lock:
                 self._skipped += 1
-                reason = f"{self._in_flight} saves are under way and max_in_flight is {self._config.max_in_flight}"
-            else:
-                began = self._clock.monotonic()
-                self._changed.wait_for(lambda: self._in_flight < self._config.max_in_flight)
-                waited = self._clock.monotonic() - began
-                reason = ""
-        if reason:
+            reason = f"{self._jobs.in_flight} saves are under way and max_in_flight is {limit}"
             logger.warning("%s: checkpoint %s is skipped: %s", self._worker, version, reason)
             url = self._storage.url_of(f"step_{version.lineage}_{version.outer_step}")
             self._events(CheckpointSkipped(worker_id=self._worker.worker_id, url=url, reason=reason))
             return False
+        self._jobs.wait_below(limit)
         self._events(
             TrainingThreadWaited(
                 worker_id=self._worker.worker_id,
                 what="checkpoint",
                 for_whom=self._storage.url,
-                waited_seconds=waited,
+                waited_seconds=self._clock.monotonic() - began,
             )
         )
         return True
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                task = self._queue.popleft()
-            self._save(task)
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
-            task.ticket.end()
 
     def _save(self, task: _Task) -> None:
         began = self._clock.monotonic()
@@ -314,7 +285,7 @@ class Saver:
         self._retention.run()
 
     def _note_failure(self, task: _Task, failure: CheckpointFailed) -> None:
-        with self._changed:
+        with self._lock:
             self._failed += 1
             self._in_a_row += 1
             self._unseen = failure
@@ -326,7 +297,7 @@ class Saver:
 
     def _note_success(self, task: _Task, took_seconds: float) -> None:
         version = task.ticket.version
-        with self._changed:
+        with self._lock:
             self._saved += 1
             self._in_a_row = 0
             self._unseen = None

@@ -12,10 +12,11 @@ from ckpt.compose import Strictness
 from ckpt.loading import ExactLoad, MergedLoad, Private, Request
 from ckpt.part_reading import Progress
 from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.record import CONVERTED
 from ckpt.remote import DownloadCache
 from ckpt.storage import Storage
 from recovery.clock import Clock, SystemClock
-from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected
+from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected, LayoutMismatch
 from recovery.events import CheckpointLoaded, CheckpointSkipped, EventSink
 from recovery.state.manifest import Manifest
 from recovery.state.parts import WorkerState
@@ -200,14 +201,18 @@ class CheckpointSource:
             storage = self._at_hand(step, request)
             shares = self._shares(storage, step, None, opened)
             replicated = shares[0]
-            _check_names(replicated, step, state, request.parts, request.exclude)
+            self._check_names(storage, step, state, request, replicated, opened)
             for callback in self._callbacks:
                 if callback.before is not None:
                     callback.before(replicated)
-            exact = request.strictness is Strictness.STRICT and step.num_local_ranks == self._worker.num_local_ranks
+            foreign = CONVERTED in replicated.record.records  # does not say classes: compared leaf by leaf instead
+            exact = not foreign and request.strictness is Strictness.STRICT
+            exact = exact and step.num_local_ranks == self._worker.num_local_ranks
             load = ExactLoad(state, request) if exact else MergedLoad(state, request, self._run_id, self._worker)
             load.read(shares, _chosen(replicated, state, request, own=True))
             donor = self._read_private(storage, state, step, request, load, opened, skipped)
+            if foreign and request.strictness is Strictness.STRICT:
+                _check_whole(state, request, replicated, donor)
             # Everything is verified: only now does anything of it become the state.
             done = load.commit(donor.manifest.cut if donor is not None else replicated.manifest.cut)
         if request.tokens is not None:
@@ -271,6 +276,29 @@ class CheckpointSource:
         logger.warning("%s: step %s has no private parts to restore", self._worker, step.version)
         return None
 
+    def _check_names(
+        self,
+        storage: Storage,
+        step: Step,
+        state: WorkerState,
+        request: Request,
+        replicated: Checkpoint,
+        opened: ExitStack,
+    ) -> None:
+        """Refuse names that neither the step nor the worker knows: a typing error must not load everything."""
+        asked = {*(request.parts or ()), *request.exclude}
+        known = {*replicated.part_names, *state.part_names}
+        for worker_id in step.workers if asked - known else ():
+            try:
+                known.update(self._shares(storage, step, worker_id, opened)[0].part_names)
+            except CheckpointRejected as error:
+                logger.debug("%s: the parts of %s are not known: %s", self._worker, worker_id, error)
+        unknown = sorted(asked - known)
+        if unknown:
+            raise BadConfiguration(
+                f"step {step.version} has no part {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}"
+            )
+
     def _shares(self, storage: Storage, step: Step, worker_id: WorkerId | None, opened: ExitStack) -> list[Checkpoint]:
         """Open this rank's share, or all of them if they were cut for another number of local ranks."""
         num_ranks = step.num_local_ranks if worker_id is None else step.local_ranks_of[worker_id]
@@ -321,20 +349,36 @@ def _chosen(checkpoint: Checkpoint, state: WorkerState, request: Request, *, own
     )
 
 
-def _check_names(
-    replicated: Checkpoint,
-    step: Step,
-    state: WorkerState,
-    parts: Collection[PartName] | None,
-    exclude: Collection[PartName],
-) -> None:
-    """Refuse names that neither the checkpoint nor the worker knows: a typing error must not load everything."""
-    known = {*replicated.part_names, *state.part_names}
-    unknown = sorted({*(parts or ()), *exclude} - known)
-    if unknown:
-        raise BadConfiguration(
-            f"step {step.version} has no part {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}"
-        )
+def _check_whole(state: WorkerState, request: Request, replicated: Checkpoint, donor: Checkpoint | None) -> None:
+    """Refuse what another system left out: half a state must not pass for the whole.
+
+    Raises:
+        LayoutMismatch: one line for each missing part, with why it is missing and the remedy.
+    """
+    wanted = [
+        name
+        for name in state.part_names
+        if state.part_class(name) is PartClass.REPLICATED
+        or (state.part_class(name) is PartClass.PRIVATE_COPIED and request.private is not Private.NONE)
+    ]
+    here = {*replicated.part_names, *(donor.part_names if donor is not None else ())}
+    missing = [
+        name
+        for name in wanted
+        if name not in here and name not in request.exclude and (request.parts is None or name in request.parts)
+    ]
+    if not missing:
+        return
+    converted = replicated.record.records[CONVERTED]
+    said = converted if isinstance(converted, dict) else {}
+    absent = said.get("absent")
+    why = absent if isinstance(absent, dict) else {}
+    lines = "".join(f"\n  {name}: {why.get(name, 'it has no such part')}" for name in missing)
+    raise LayoutMismatch(
+        f"{replicated.url} was converted from {said.get('from', 'another system')} and lacks parts of this worker; "
+        f"nothing was changed:{lines}\nRestore with exclude=[{', '.join(map(repr, map(str, missing)))}] to keep the "
+        "worker's own, or convert again with --rename OLD=NEW if a part is only called otherwise"
+    )
 
 
 def _has_position(checkpoint: Checkpoint) -> bool:

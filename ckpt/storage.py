@@ -36,6 +36,10 @@ class Readable(Protocol):
     def num_bytes(self) -> int:
         """Size when it was opened."""
 
+    @property
+    def request_bytes(self) -> int:
+        """How much is worth asking for at once."""
+
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the file."""
 
@@ -93,8 +97,8 @@ class Storage(Protocol):
             OSError: it cannot be read.
         """
 
-    def create(self, path: str) -> Writable:
-        """Begin a file, making its folders."""
+    def create(self, path: str, num_bytes: int = 0) -> Writable:
+        """Begin a file, making its folders. ``num_bytes``: how large it will be, if known."""
 
     def settle(self, folders: Iterable[str]) -> None:
         """Make the names in ``folders``, and the folders' own names, durable."""

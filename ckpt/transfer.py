@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-
-import torch
 
 from ckpt.catalog import OWNER, Catalog, Step, StepState
 from ckpt.layout import manifest_name, step_folder
 from ckpt.part_reading import Progress
-from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.reader import Checkpoint, num_transfers, open_checkpoint
 from ckpt.record import PartFile, encode_record
 from ckpt.storage import Storage, write_whole
 from ckpt.writer import write_hint
 from recovery.errors import CheckpointFailed, CheckpointRejected
-from recovery.state.chunks import CHUNK_BYTES
 from recovery.types import RunId, Version, WorkerId
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,12 @@ def _twins(target: Storage, checkpoint: Checkpoint) -> list[Checkpoint]:
     """Return the newest older step of the target, from which unchanged parts can be copied by the server."""
     manifest = checkpoint.manifest
     private = checkpoint.record.scope.name == "PRIVATE"
-    for step in Catalog(target, manifest.run_id).iterate():
+    try:
+        steps = Catalog(target, manifest.run_id).steps()
+    except OSError as error:  # without a listing everything is moved; whether the target can be written is seen then
+        logger.info("%s cannot be listed: %s", target.url, error)
+        return []
+    for step in steps:
         if step.whole and step.version < manifest.cut.version:
             try:
                 found = open_checkpoint(
@@ -162,15 +168,15 @@ class _Copy:
         if twin is not None and self._to.duplicate(f"{twin[0].folder}/{twin[1].path}", path):
             self.reused_bytes += file.num_bytes
             return
-        handle = self._to.create(path)
+        handle = self._to.create(path, file.num_bytes)
         try:
             with self._from.reading(file.part) as reading:
                 handle.write(memoryview(reading.plan.header))
-                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-                for run in reading.plan.runs:
-                    handle.write(reading.checked_run(run, buffer).numpy().data)
-                    if self._progress is not None:
-                        self._progress(run.num_bytes)
+                with closing(reading.in_order(num_transfers(self._from.storage))) as pieces:
+                    for data in pieces:
+                        handle.write(data.numpy().data)
+                        if self._progress is not None:
+                            self._progress(data.numel())
             handle.commit()
         finally:
             handle.abort()

@@ -14,7 +14,7 @@ import torch
 
 from ckpt.catalog import OWNER
 from ckpt.layout import LATEST, FilePlan, Piece, manifest_name, plan_file, step_folder, worker_folder
-from ckpt.reader import Checkpoint, open_checkpoint
+from ckpt.reader import Checkpoint, num_transfers, open_checkpoint
 from ckpt.record import KEPT, CheckpointRecord, PartFile, Scope, encode_record, file_of
 from ckpt.storage import Storage, Writable, write_whole
 from recovery.clock import Clock, SystemClock
@@ -26,7 +26,6 @@ from recovery.types import PartClass
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 2
 _TRIES = 3
 """Reads of one piece of live memory: the guard closes a view at most once a boundary."""
 
@@ -279,7 +278,7 @@ class _Job:
     def write_files(self, files: Sequence[PartFile], previous: Sequence[Checkpoint]) -> None:
         """Write or link every file; all are durable, but their names not yet.
 
-        Each file is read, hashed, written and synced by one thread, two files at a time: handing each chunk from
+        Each file is read, hashed, written and synced by one thread, several files at a time: handing each chunk from
         thread to thread would cost more than it gains wherever training keeps the cores busy.
         """
         have = {file.content_digest: (found, file) for found in previous for file in found.record.files}
@@ -294,9 +293,14 @@ class _Job:
                 stop.set()  # the save has failed: what the other thread still wrote would only be removed again
                 raise
 
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ckpt-write") as pool:
+        num_threads = num_transfers(self._storage)
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt-write") as pool:
             jobs = [pool.submit(work, file, *part) for file, part in zip(files, self._share.parts, strict=True)]
-            wait(jobs)
+            try:
+                wait(jobs)
+            except BaseException:
+                stop.set()  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the save
+                raise
         errors = [error for job in jobs if (error := job.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, _GivenUp)):
             raise error
@@ -316,7 +320,7 @@ class _Job:
             for chunk in range(len(source.manifest.parts[index].chunks)):
                 source.acknowledge(index, chunk)
             return
-        handle = self._storage.create(path)
+        handle = self._storage.create(path, file.num_bytes)
         try:
             _PartWriting(handle, source, index).write(stop)
             handle.commit()

@@ -124,8 +124,11 @@ def read_cosmos(
     trained = [str(name) for group in groups for name in group["params"]] or None
     parameters, buffers = parameters_and_buffers(model, trained)
     values: dict[PartName, object] = {OUTER: parameters}
+    absent: dict[PartName, str] = {}
     if OUTER_OPTIMIZER in extra:
         values[OUTER_OPTIMIZER] = extra[OUTER_OPTIMIZER]
+    else:
+        absent[OUTER_OPTIMIZER] = "it is a data-parallel trainer, which has none"
     run = extra.get(RUN_PROGRESS)
     values[RUN_PROGRESS] = run if isinstance(run, dict) else {"outer_step": chosen, "tokens": 0}
     values[INNER_OPTIMIZER] = optimizer
@@ -140,7 +143,11 @@ def read_cosmos(
     progress = values[RUN_PROGRESS]
     assert isinstance(progress, dict)
     return Foreign(
-        values=values, outer_step=number(progress["outer_step"], "outer_step"), records=_record(path, chosen)
+        values=values,
+        outer_step=number(progress["outer_step"], "outer_step"),
+        records=_record(path, chosen),
+        origin="Cosmos",
+        absent=absent,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ckpt.reader import Checkpoint
+from ckpt.record import CONVERTED
 from ckpt.values import ValueSource, source_of, value_of
 from recovery.errors import BadConfiguration, CheckpointRejected
 from recovery.types import Cut, PartClass, PartName, RunId, Version, WorkerRef
@@ -40,6 +42,36 @@ class Foreign:
     kept: Collection[PartName] = ()
     """Parts that are one worker's own: its data position."""
     records: Mapping[str, object] = field(default_factory=dict)
+    origin: str = ""
+    """The other system, where it says less than ours; empty: nothing is missing."""
+    absent: Mapping[PartName, str] = field(default_factory=dict)
+    """Parts that it does not have, and why."""
+
+    @property
+    def side_records(self) -> dict[str, object]:
+        """What stands beside it once it is ours: its own records, and where it comes from."""
+        if not self.origin:
+            return dict(self.records)
+        return {
+            **self.records,
+            CONVERTED: {"from": self.origin, "absent": {str(name): why for name, why in self.absent.items()}},
+        }
+
+    def renamed(self, names: Mapping[PartName, PartName]) -> Foreign:
+        """Return the same with parts under other names: a data loader is called what the worker calls it.
+
+        Raises:
+            BadConfiguration: there is no part of an old name, or two get one name.
+        """
+        unknown = sorted(set(names) - set(self.values))
+        if unknown:
+            raise BadConfiguration(
+                f"there is no part {', '.join(unknown)} to rename; there are {', '.join(sorted(self.values))}"
+            )
+        values = {names.get(name, name): value for name, value in self.values.items()}
+        if len(values) != len(self.values):
+            raise BadConfiguration("two parts would have one name: choose another")
+        return dataclasses.replace(self, values=values, kept=[names.get(name, name) for name in self.kept])
 
     def source(self, *, run_id: RunId, worker: WorkerRef, lineage: int = 1) -> ValueSource:
         """Return what ``write_checkpoint`` takes, at the step that the other system had reached."""
@@ -71,7 +103,7 @@ def foreign_of(checkpoints: Sequence[Checkpoint]) -> Foreign:
         outer_step=checkpoints[0].version.outer_step,
         inner_step=checkpoints[-1].manifest.cut.inner_step,
         kept=kept,
-        records=checkpoints[0].record.records,
+        records={name: value for name, value in checkpoints[0].record.records.items() if name != CONVERTED},
     )
 
 

@@ -72,12 +72,15 @@ def read_zeroband(path: Path, *, local_rank: int = 0, diloco: int = 0, allow_pic
     progress = _below(flat, "training_progress.")
     tokens = number(progress.get("total_tokens", 0), "training_progress.total_tokens")
     values: dict[PartName, object] = {OUTER: parameters}
+    absent: dict[PartName, str] = {}
     outer_file = folder / f"__{local_rank}_0.pt"
     if outer_file.is_file():
         content = read_torch(outer_file, str(outer_file), allow_pickle=allow_pickle)
         if not isinstance(content, dict) or not isinstance(content.get("optimizer"), dict):
             raise CheckpointRejected(f"{outer_file} holds no outer optimizer")
         values[OUTER_OPTIMIZER] = named_optimizer(content["optimizer"], list(parameters), str(outer_file))
+    else:
+        absent[OUTER_OPTIMIZER] = f"there is no {outer_file.name}"
     outer_step = number(progress.get("outer_step", 0), "training_progress.outer_step")
     values[RUN_PROGRESS] = {"outer_step": outer_step, "tokens": tokens}
     values[INNER_OPTIMIZER] = optimizer
@@ -94,7 +97,9 @@ def read_zeroband(path: Path, *, local_rank: int = 0, diloco: int = 0, allow_pic
             raise CheckpointRejected(f"{data_file} holds no data loader's state")
         values[DATA_LOADER] = content["data_loader"]
         kept.append(DATA_LOADER)
-    return Foreign(values=values, outer_step=outer_step, kept=kept)
+    else:
+        absent[DATA_LOADER] = f"there is no {data_file.parent.name}/{data_file.name}"
+    return Foreign(values=values, outer_step=outer_step, kept=kept, origin="zeroband", absent=absent)
 
 
 def write_zeroband(root: Path, foreign: Foreign, *, local_rank: int = 0) -> Path:

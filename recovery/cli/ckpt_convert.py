@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ckpt.interop.cosmos import is_cosmos, read_cosmos, write_cosmos
@@ -47,6 +48,10 @@ def convert(
     lineage: Annotated[int, typer.Option("--lineage", min=1, help="Lineage of the new step of ours.")] = 1,
     local_rank: Annotated[int, typer.Option("--local-rank", min=0, help="zeroband: whose files.")] = 0,
     names: Annotated[str, typer.Option("--parameter-names", help="Cosmos: a file with one name a line.")] = "",
+    renamed: Annotated[
+        list[str] | None,
+        typer.Option("--rename", help="OLD=NEW: what a part is called in the worker, e.g. data_loader=data."),
+    ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Unpickle what is not plain data. Runs its writer's code!")
     ] = False,
@@ -69,11 +74,20 @@ def convert(
         foreign = read_cosmos(path, parameter_names=listed, allow_pickle=allow_pickle)
     else:
         foreign = _from_dcp(path, allow_pickle)
+    if renamed:
+        foreign = foreign.renamed(dict(map(_pair, renamed)))
     written = _write(to, target, foreign, run, worker, lineage, local_rank, storage_options)
     parts = sorted(foreign.values)
     Output(as_json=as_json).show(
-        {"from": found.value, "to": to.value, "written": written, "parts": parts},
+        {
+            "from": found.value,
+            "to": to.value,
+            "written": written,
+            "parts": parts,
+            "absent": {str(name): why for name, why in foreign.absent.items()},
+        },
         f"{found.value} -> {to.value}: {written} ({', '.join(parts)})",
+        *(f"  {name} is absent: {why}" for name, why in foreign.absent.items()),
     )
 
 
@@ -93,13 +107,20 @@ def export(
     try:
         save_file(weights, temporary, metadata={"format": "pt"})
         temporary.replace(file)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointFailed(f"{file} cannot be written: {error}") from error
     Output(as_json=as_json).show(
         {"file": str(file), "tensors": len(weights), "bytes": file.stat().st_size},
         f"{file}: {len(weights)} tensors, {file.stat().st_size:,} bytes",
     )
+
+
+def _pair(text: str) -> tuple[PartName, PartName]:
+    old, separator, new = text.partition("=")
+    if not (old and separator and new):
+        raise BadConfiguration(f"--rename {text!r} is not of the form OLD=NEW")
+    return PartName(old), PartName(new)
 
 
 def _ours(storage: Storage, version: str, run: str, worker: str) -> Foreign:
@@ -146,5 +167,5 @@ def _write(
         return target
     ref = WorkerRef(WorkerId(checked_id("worker id", worker)), Incarnation("convert"))
     source = foreign.source(run_id=RunId(checked_id("run id", run)), worker=ref, lineage=lineage)
-    reports = write_checkpoint(storage_at(target, options), [source], records=foreign.records)
+    reports = write_checkpoint(storage_at(target, options), [source], records=foreign.side_records)
     return reports[0].url

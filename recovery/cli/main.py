@@ -47,6 +47,10 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output is gone (`| head`): nothing is left to say, not even at interpreter shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
+    except OSError as error:
+        # A file or folder that the caller named: unreadable, a loop of links, a full disk.
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return ERROR
     return 0
 
 

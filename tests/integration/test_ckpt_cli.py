@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ckpt.compose import Strictness
 from ckpt.local import LocalStorage
 from ckpt.source import CheckpointSource
 from recovery.cli.main import run
+from recovery.errors import LayoutMismatch
 from recovery.events import Recorder
+from recovery.types import PartName
 from tests.unit.ckpt.power import Quick
 from tests.unit.ckpt.states import RUN, W0
 from tests.unit.ckpt.test_interop import golden_cosmos, golden_zeroband, names_of
@@ -113,16 +114,20 @@ def test_export_is_plain_safetensors(root: Path, tmp_path: Path, capsys: pytest.
 def test_convert_out_and_in(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
     call(capsys, "convert", root, tmp_path / "out", "--to", layout)
     source = tmp_path / "out" / "step_9" if layout == "zeroband" else tmp_path / "out"
-    (report,) = call(capsys, "convert", source, tmp_path / "back", "--to", "ours", "--run", RUN, "--worker", "w0")
+    more = ["--rename", "data_loader=data"] if layout == "zeroband" else []
+    (report,) = call(
+        capsys, "convert", source, tmp_path / "back", "--to", "ours", "--run", RUN, "--worker", "w0", *more
+    )
     assert report["from"] == layout
+    assert report["absent"] == {}
     back = LocalStorage(tmp_path / "back")
     fresh, worker = Worker(2), Worker(1).train(3)
-    # Other systems do not say which class an optimizer or a scheduler is, and have parts of their own.
-    strictness = Strictness.STRICT if layout == "dcp" else Strictness.LENIENT
-    restored = CheckpointSource(back, run_id=RUN, worker=W0, events=Recorder()).restore(
-        fresh.state, strictness=strictness
-    )
+    # Cosmos's trainer state is no part of this worker, and says so.
+    exclude = [PartName("trainer")] if layout == "cosmos" else []
+    restored = CheckpointSource(back, run_id=RUN, worker=W0, events=Recorder()).restore(fresh.state, exclude=exclude)
     assert restored.version.outer_step == 3
+    assert restored.differences == ()
+    assert restored.own_position == (layout != "cosmos")
     if layout == "dcp":
         assert differences(worker, fresh) == []
     fresh.data.at = worker.data.at
@@ -130,6 +135,58 @@ def test_convert_out_and_in(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     fresh.train()
     assert worker.model.state_dict().keys() == fresh.model.state_dict().keys()
     assert all(a.equal(b) for a, b in zip(worker.model.parameters(), fresh.model.parameters(), strict=True))
+
+
+def test_a_converted_checkpoint_that_is_whole_is_restored_strictly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Worker(1).train(2)
+    worker.state.local_progress.tokens = worker.state.run_progress.tokens  # zeroband counts them once
+    step = golden_zeroband(tmp_path / "z", worker)
+    call(
+        capsys,
+        *("convert", step, tmp_path / "ours", "--to", "ours", "--run", RUN, "--worker", "w0"),
+        *("--rename", "data_loader=data"),
+    )
+    fresh = Worker(2)
+    source = CheckpointSource(LocalStorage(tmp_path / "ours"), run_id=RUN, worker=W0, events=Recorder())
+    restored = source.restore(fresh.state)
+    assert restored.own_position
+    assert differences(worker, fresh) == []
+    assert differences(worker.train(), fresh.train()) == []
+
+
+def test_a_converted_checkpoint_that_lacks_a_part_says_which_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Worker(1).train(2)
+    golden_cosmos(tmp_path / "c", worker)
+    (tmp_path / "names.txt").write_text("\n".join(names_of(worker)))
+    (report,) = call(
+        capsys,
+        *("convert", tmp_path / "c", tmp_path / "ours", "--to", "ours", "--run", RUN, "--worker", "w0"),
+        *("--parameter-names", tmp_path / "names.txt"),
+    )
+    assert set(report["absent"]) == {"outer_optimizer"}
+    fresh, before = Worker(2), Worker(2)
+    source = CheckpointSource(LocalStorage(tmp_path / "ours"), run_id=RUN, worker=W0, events=Recorder())
+    with pytest.raises(
+        LayoutMismatch, match=r"converted from Cosmos(.|\n)*outer_optimizer: it is a data-parallel"
+    ) as found:
+        source.restore(fresh.state)
+    assert "exclude=['outer_optimizer']" in str(found.value)
+    with pytest.raises(LayoutMismatch, match="trainer: unexpected"):
+        source.restore(fresh.state, exclude=[PartName("outer_optimizer")])
+    assert differences(before, fresh) == []  # nothing was changed
+    source.restore(fresh.state, exclude=[PartName("outer_optimizer"), PartName("trainer")])
+    assert differences(worker, fresh, parts=["outer_params", "inner_optimizer", "scheduler", "buffers"]) == []
+
+
+def test_renaming_what_is_not_there_is_an_error(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for pair, text in (("nothing=x", "no part nothing"), ("data=scheduler", "one name"), ("data", "OLD=NEW")):
+        capsys.readouterr()
+        assert run(["ckpt", "convert", str(root), str(tmp_path / "x"), "--to", "dcp", "--rename", pair]) == 1
+        assert text in capsys.readouterr().err
 
 
 def test_convert_the_ancestors_golden_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,7 @@ def test_an_upload_is_proven_and_a_lost_file_is_a_failure(tmp_path: Path) -> Non
 
         lost = 0
 
-        def create(self, path: str) -> Writable:
+        def create(self, path: str, num_bytes: int = 0) -> Writable:
             if path.endswith("outer_params.safetensors"):
                 self.lost += 1
                 path += ".lost"
@@ -253,7 +253,7 @@ def test_a_remote_that_is_gone_is_tried_again(tmp_path: Path) -> None:
         refused = 0
         back = threading.Event()
 
-        def create(self, path: str) -> Writable:
+        def create(self, path: str, num_bytes: int = 0) -> Writable:
             if self.refused < 3:
                 self.refused += 1
                 raise StorageError("connection refused")

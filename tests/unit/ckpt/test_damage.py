@@ -101,6 +101,7 @@ def test_every_missing_file_is_found_and_named(tmp_path: Path) -> None:
 
 
 def test_two_swapped_files_of_one_size_are_found(tmp_path: Path) -> None:
+    """pytorch/pytorch#76395: what has the right name and size is taken for what was saved."""
     root = storage(tmp_path)
     write_checkpoint(root, [source(1)])
     write_checkpoint(root, [source(2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import ckpt.layout
 import ckpt.reader
 import ckpt.record
 import ckpt.retention
+import ckpt.saver
 import ckpt.source
 from ckpt.catalog import Catalog, Step
 from ckpt.layout import parse_step_folder
@@ -26,6 +27,7 @@ from ckpt.part_reading import PartReading
 from ckpt.saver import Saver
 from ckpt.transfer import _Copy
 from ckpt.writer import _Job
+from recovery.control.orders import OrderDesk
 from recovery.errors import BadConfiguration, RecoveryError
 from recovery.types import Version
 from tests.integration import test_ckpt_objects as objects
@@ -37,10 +39,13 @@ from tests.unit.ckpt import test_round_trip as round_trip
 from tests.unit.ckpt import test_saver as saver
 from tests.unit.ckpt import test_source as source
 from tests.unit.ckpt import test_storage_faults as storage_faults
+from tests.unit.worker import test_saves_by_order as by_order
 
 NOTICED = (AssertionError, pytest.fail.Exception, RecoveryError, OSError, TypeError)
 
 _GET = Catalog.get
+_GIVE = OrderDesk._give
+_WRITE = ckpt.saver.write_checkpoint
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -94,6 +99,26 @@ def _steps_of_anyone(self: Catalog, replicated: Any, runs: object, owners: objec
     return (state.WHOLE, "") if not replicated.reason else (state.TORN, replicated.reason)
 
 
+def _all_or_nothing(self: Catalog) -> Iterator[Step]:
+    for version in self.versions():
+        step = self.look(version)
+        if step is not None:
+            yield step
+
+
+def _one_order_each(self: OrderDesk, request_id: str, member: Any, what: str, *rest: Any) -> None:
+    self._open.clear()
+    _GIVE(self, request_id, member, what, *rest)
+
+
+def _without_records(*arguments: Any, records: object = None, **options: Any) -> Any:
+    return _WRITE(*arguments, **options)
+
+
+def _two_answers_lost(path: Path) -> None:
+    by_order.test_two_who_ask_at_once_get_one_save_and_two_answers()
+
+
 @dataclass(frozen=True)
 class Mutation:
     """``where.what`` becomes ``by``; then ``check`` must fail."""
@@ -139,6 +164,21 @@ MUTATIONS = [
     ),
     Mutation("91 order", Catalog, "versions", _as_text, source.test_the_newest_lineage_wins_over_the_highest_step),
     Mutation("91 run", Catalog, "_judge", _steps_of_anyone, retention.test_another_runs_steps_stay),
+    Mutation(
+        "91 marked",
+        Step,
+        "kept",
+        property(lambda self: ""),
+        retention.test_a_step_saved_by_order_stays_until_marked_ones_may_go_too,
+    ),
+    Mutation(
+        "91 unreadable",
+        Catalog,
+        "iterate",
+        _all_or_nothing,
+        source.test_a_step_that_the_disk_does_not_give_does_not_hide_the_others,
+        ("step_1_2",),
+    ),
     Mutation("91 read", LocalStorage, "pin", _no_lock, retention.test_a_step_that_is_read_stays_until_it_was_read),
     Mutation(
         "92 next call",
@@ -156,6 +196,14 @@ MUTATIONS = [
         damage.test_another_format_is_refused_and_says_who_wrote_it,
     ),
     Mutation("95 explicit", Catalog, "get", _newest_instead, source.test_an_explicit_step_that_is_missing_is_an_error),
+    Mutation("97 one action", OrderDesk, "_give", _one_order_each, _two_answers_lost),
+    Mutation(
+        "97 kept",
+        ckpt.saver,
+        "write_checkpoint",
+        _without_records,
+        by_order.test_retention_leaves_what_was_saved_by_order,
+    ),
     Mutation(
         "51 position",
         ckpt.source,

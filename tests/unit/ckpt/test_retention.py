@@ -46,6 +46,7 @@ def test_the_newest_and_every_nth_stay(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_by_order_stays_until_marked_ones_may_go_too(tmp_path: Path) -> None:
+    """bghira/SimpleTuner#1954, pytorch/torchtitan#4292: what somebody wanted to keep was deleted with the rest."""
     root = storage(tmp_path)
     for seed in range(1, 6):
         write_checkpoint(root, [source(seed)], records={KEPT: "saved by order"} if seed == 2 else None)
@@ -145,6 +146,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 
 def test_another_runs_steps_stay(tmp_path: Path) -> None:
+    """pytorch/torchtitan#4197, huggingface/transformers#37260: folders that were not the run's own were deleted."""
     root = storage(tmp_path)
     write_checkpoint(root, [source(1, run_id=RunId("run-b"))])
     torn = source(2, run_id=RunId("run-b"))
@@ -177,6 +179,7 @@ def test_files_that_no_manifest_names_stay_and_their_folder(tmp_path: Path) -> N
 
 
 def test_a_step_that_is_read_stays_until_it_was_read(tmp_path: Path) -> None:
+    """pytorch/torchtitan#909: the purge of old steps ran into those who used them."""
     root = storage(tmp_path)
     for seed in (1, 2):
         write_checkpoint(root, [source(seed)])

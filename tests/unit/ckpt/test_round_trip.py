@@ -256,6 +256,7 @@ def test_memory_that_was_written_round_the_guard_is_never_saved(tmp_path: Path) 
 
 
 def test_open_refuses_what_belongs_elsewhere(tmp_path: Path) -> None:
+    """pytorch/pytorch#76395: nothing in a checkpoint said what it is and where it belongs."""
     root = storage(tmp_path)
     write_checkpoint(root, [source(1)])
     write_checkpoint(root, [source(2)])

@@ -152,6 +152,7 @@ def test_a_failed_save_is_an_event_and_raises_at_the_next_call(tmp_path: Path) -
 
 
 def test_a_failed_save_raises_at_close(tmp_path: Path) -> None:
+    """google/orbax#605, NVIDIA/Megatron-LM#1435: a job ended well and its last checkpoint was not there."""
     disk = Full()
     disk.full = True
     saving = saver(LocalStorage(tmp_path / "root", disk), on_failure=OnFailure.FAIL_AFTER, fail_after=3)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from ckpt.catalog import Catalog
 from ckpt.local import LocalStorage
 from ckpt.reader import Checkpoint
+from ckpt.retention import Retention, RetentionPolicy
 from ckpt.source import CheckpointSource, LoadCallbacks, Private, Restored
+from ckpt.storage import Entry
 from recovery.errors import BadConfiguration, CheckpointRejected, LayoutMismatch
 from recovery.events import CheckpointLoaded, CheckpointSkipped, Recorder
 from recovery.state.restore import RestoreMode
@@ -46,6 +51,7 @@ def test_a_restored_worker_is_bit_equal_and_so_is_its_next_step(tmp_path: Path, 
 
 
 def test_the_newest_lineage_wins_over_the_highest_step(tmp_path: Path) -> None:
+    """huggingface/transformers#25136: folders of an older history with higher numbers were taken for the newest."""
     root = storage(tmp_path)
     worker = Worker(1).train(3)
     worker.save(root, Version(1, 9))
@@ -54,6 +60,7 @@ def test_the_newest_lineage_wins_over_the_highest_step(tmp_path: Path) -> None:
 
 
 def test_a_damaged_newest_step_is_skipped_aloud(tmp_path: Path) -> None:
+    """pytorch/torchtitan#4011: damaged bytes were loaded without an error."""
     root = storage(tmp_path)
     worker = Worker(1).train()
     worker.save(root)
@@ -258,3 +265,62 @@ def test_a_load_is_logged_with_its_ranks_and_its_time(tmp_path: Path, caplog: py
         source_for(root, W0).restore(Worker(2).state)
     assert "w0 (rank 0 of 1): restored" in caplog.text
     assert "with private parts of w0" in caplog.text
+
+
+def sick(path: Path, folder: str) -> LocalStorage:
+    """Return a storage that does not give one folder."""
+
+    class Sick(LocalStorage):
+        def entries(self, name: str) -> list[Entry]:
+            if name == folder:
+                raise OSError(errno.EIO, "Input/output error", name)
+            return super().entries(name)
+
+    return Sick(path)
+
+
+def test_another_workers_folder_that_cannot_be_read_does_not_hide_the_step(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    worker = Worker(1).train()
+    worker.save(root)
+    Worker(1, W1).train().save(root)
+    root = sick(root.root, "step_1_1/worker_w1")
+    fresh = Worker(2)
+    assert source_for(root, W0).restore(fresh.state).private_from == "w0"
+    assert differences(worker, fresh) == []
+    (step,) = Catalog(root, RUN).steps()
+    assert "Input/output error" in step.torn_workers[W1.worker_id]
+
+
+@pytest.mark.parametrize("folder", ["step_1_2", "step_1_2/replicated"])
+def test_a_step_that_the_disk_does_not_give_does_not_hide_the_others(tmp_path: Path, folder: str) -> None:
+    """NVIDIA-NeMo/Automodel#3261: one bad folder kept a job from resuming at all."""
+    root = storage(tmp_path)
+    worker = Worker(1).train()
+    worker.save(root)
+    Worker(1).train(2).save(root)
+    root = sick(root.root, folder)
+    events = Recorder()
+    fresh = Worker(2)
+    restored = source_for(root, W0, events).restore(fresh.state)
+    assert restored.version == Version(1, 1)
+    assert differences(worker, fresh) == []
+    assert any("Input/output error" in event.reason for event in events.of(CheckpointSkipped))
+    with pytest.raises(CheckpointRejected, match="Input/output error"):
+        source_for(root, W0).restore(Worker(3).state, at=Version(1, 2))
+    Retention(root, RUN, RetentionPolicy(keep_newest=1)).run()
+    assert {step.version.outer_step for step in Catalog(root, RUN).steps()} == {1, 2}
+
+
+def test_a_pipe_with_a_manifests_name_holds_nobody(tmp_path: Path) -> None:
+    root = storage(tmp_path)
+    worker = Worker(1).train()
+    worker.save(root)
+    (root.root / "step_1_2").mkdir()
+    for name in ("manifest.pb", ".tmp-0123456789abcdef-manifest.pb"):
+        os.mkfifo(root.root / "step_1_2" / name)
+    fresh = Worker(2)
+    assert source_for(root, W0).restore(fresh.state).version == Version(1, 1)
+    root.sweep("step_1_2")
+    Worker(1).train(2).save(root)
+    assert source_for(root, W0).restore(Worker(3).state).version == Version(1, 2)

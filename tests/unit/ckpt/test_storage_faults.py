@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import resource
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import pytest
 from ckpt.catalog import Catalog
 from ckpt.local import LocalStorage
 from ckpt.reader import open_checkpoint
+from ckpt.saver import OnFailure, Saver, SaverConfig
 from ckpt.writer import write_checkpoint
 from recovery.errors import CheckpointFailed
+from recovery.events import CheckpointSaveFailed, Recorder
 from recovery.types import Version
 from tests.unit.ckpt.power import Quick
-from tests.unit.ckpt.states import RUN, source
+from tests.unit.ckpt.states import RUN, W0, source
+
+WAIT = 60.0
 
 ERRNOS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO]
 
@@ -71,6 +76,7 @@ def leftovers(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_fault_at_every_call(tmp_path: Path, for_good: bool) -> None:
+    """NVIDIA-NeMo/Automodel#3261, PrimeIntellect-ai/prime-rl#1593: an interrupted save left a folder behind."""
     hits = set()
     for n in range(1000):
         path = tmp_path / f"{n}"
@@ -115,6 +121,43 @@ def test_a_file_size_limit_of_the_kernel(tmp_path: Path) -> None:
     assert leftovers(root.root) == []
     assert [step.version for step in Catalog(root, RUN).whole()] == [Version(1, 1)]
     write_checkpoint(root, [source(2, large=True)])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A memory file system of 4 MiB, of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_full_and_one_that_becomes_read_only(small_disk: Path) -> None:
+    """The kernel's own refusals, seen by a saver that goes on."""
+    root, events = LocalStorage(small_disk / "root"), Recorder()
+    config = SaverConfig(on_failure=OnFailure.WARN)
+    with Saver(root, config, run_id=RUN, worker=W0, events=events) as saver:
+
+        def save(step: int, *, large: bool = False) -> str:
+            ticket = saver.save([source(step, large=large)])
+            assert ticket is not None
+            assert ticket.wait(WAIT)
+            return str(ticket.failure or "")
+
+        assert save(1) == ""
+        assert "No space left on device" in save(2, large=True)
+        assert leftovers(root.root) == []
+        assert save(3) == ""
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        assert "Read-only file system" in save(4)
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        assert save(5) == ""
+    assert [step.version.outer_step for step in Catalog(root, RUN).whole()] == [5, 3, 1]
+    assert ["No space" in event.reason for event in events.of(CheckpointSaveFailed)] == [True, False]
+    assert leftovers(root.root) == []
 
 
 @pytest.mark.parametrize(
