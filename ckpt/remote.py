@@ -86,7 +86,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         # The newest is worth most if this machine dies.
-        self._jobs = Background("ckpt-upload", self._upload, choose=max)
+        self._jobs: Background[Version] = Background("ckpt-upload", self._upload, choose=max)
         self._failures: list[str] = []
         self._uploaded = 0
 

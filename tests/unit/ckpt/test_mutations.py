@@ -26,7 +26,7 @@ from ckpt.objects import FsspecStorage, open_storage
 from ckpt.part_reading import PartReading
 from ckpt.saver import Saver
 from ckpt.transfer import _Copy
-from ckpt.writer import _Job
+from ckpt.writer import _Job, write_checkpoint
 from recovery.control.orders import OrderDesk
 from recovery.errors import BadConfiguration, RecoveryError
 from recovery.types import Version
@@ -45,7 +45,7 @@ NOTICED = (AssertionError, pytest.fail.Exception, RecoveryError, OSError, TypeEr
 
 _GET = Catalog.get
 _GIVE = OrderDesk._give
-_WRITE = ckpt.saver.write_checkpoint
+_WRITE = write_checkpoint
 
 
 def _nothing(*_: object, **__: object) -> None:
