@@ -16,6 +16,7 @@ import torch
 from recovery.errors import ChunkDamaged, DonorLost, MisuseError
 from recovery.transport.link import Link, Transfer, lane_tag
 from recovery.transport.memory import memory_link_pair
+from recovery.transport.nccl import NcclLink, nccl_unavailable, open_nccl_link
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, GlooLink, open_gloo_link
 from recovery.transport.sealed import SealedLink, SealingKeys
 from tests.support.memory_store import MemoryStore
@@ -23,6 +24,9 @@ from tests.support.memory_store import MemoryStore
 LONG_SECONDS = 60.0
 Pair = tuple[Link, Link]
 MakePair = Callable[[int], contextlib.AbstractContextManager[Pair]]
+
+NO_NCCL = nccl_unavailable(2)
+"""Why NCCL's link is not tested here; empty: it is."""
 
 _numbers = itertools.count()
 
@@ -59,6 +63,27 @@ def gloo_pair(lanes: int) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
+def nccl_pair(lanes: int) -> Iterator[Pair]:
+    store = MemoryStore()
+    ends: dict[int, NcclLink] = {}
+    scope = f"contract/{next(_numbers)}"
+
+    def open_end(rank: int) -> None:
+        ends[rank] = open_nccl_link(store, scope, rank=rank, device=rank, lanes=lanes, timeout_seconds=60)
+
+    threads = [threading.Thread(target=open_end, args=(rank,)) for rank in (DONOR_RANK, JOINER_RANK)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        yield ends[DONOR_RANK], ends[JOINER_RANK]
+    finally:
+        for end in ends.values():
+            end.close()
+
+
+@contextlib.contextmanager
 def sealed(plain: contextlib.AbstractContextManager[Pair]) -> Iterator[Pair]:
     donor_keys, joiner_keys = SealingKeys(), SealingKeys()
     with plain as (donor, joiner):
@@ -80,8 +105,15 @@ def sealed_gloo_pair(lanes: int) -> contextlib.AbstractContextManager[Pair]:
 
 
 @pytest.fixture(
-    params=[memory_pair, gloo_pair, sealed_memory_pair, sealed_gloo_pair],
-    ids=["memory", "gloo", "sealed-memory", "sealed-gloo"],
+    params=[
+        pytest.param(memory_pair, id="memory"),
+        pytest.param(gloo_pair, id="gloo"),
+        pytest.param(sealed_memory_pair, id="sealed-memory"),
+        pytest.param(sealed_gloo_pair, id="sealed-gloo"),
+        pytest.param(
+            nccl_pair, id="nccl", marks=pytest.mark.skipif(bool(NO_NCCL), reason=f"NCCL cannot be used here: {NO_NCCL}")
+        ),
+    ],
 )
 def make_pair(request: pytest.FixtureRequest) -> MakePair:
     made: MakePair = request.param
