@@ -31,6 +31,7 @@ from recovery.transport.process_group import DONOR_RANK, GlooLink, GroupHandle, 
 from recovery.types import (
     MIB,
     Cut,
+    Fingerprint,
     Incarnation,
     KeyValue,
     NumericsId,
@@ -208,7 +209,7 @@ class _Source:
     def fingerprint(self) -> bytes:
         return self._manifest.fingerprint
 
-    def describe(self) -> Manifest:
+    def describe(self, known: Fingerprint | None = None) -> Manifest:
         return describe(
             self._parts,
             run_id=RUN,
@@ -216,13 +217,14 @@ class _Source:
             cut=Cut(VERSION),
             numerics_id=NumericsId("bench"),
             layout_digest=b"l" * 32,
+            agreed_fingerprint=known,
         )
 
     def lease_outer(self, version: Version, holder: str) -> _Lease:
         del version, holder
         if self.digest_each:
             # The chunk digests alone: a fingerprint is made once a version, by a worker that may train meanwhile.
-            manifest = self.describe()
+            manifest = self.describe(self._manifest.fingerprint)
             return _Lease(manifest, encode(manifest), self._parts)
         return _Lease(self._manifest, self._encoded, self._parts)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from protos.recovery.v1 import peer_pb2
 from protos.recovery.v1.peer_pb2 import DonorLetter
 from recovery.clock import Clock, SystemClock
 from recovery.errors import DonorLost, DonorRefused, MisuseError, RecoveryError
+from recovery.protocol.crew import RECEIVE_SECONDS, WAIT_SECONDS, Crew
 from recovery.protocol.donor import DonorConfig, DonorMachine
 from recovery.protocol.donor_io import (
     Acknowledge,
@@ -42,6 +43,7 @@ from recovery.protocol.donor_io import (
     ViewsClosed,
 )
 from recovery.protocol.letters import sealing_context
+from recovery.protocol.live_sends import LiveSends
 from recovery.protocol.meeting import MeetingPoint
 from recovery.protocol.ports import (
     JOURNAL,
@@ -63,12 +65,6 @@ from recovery.transport.sealed import SealingKeys
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-_RECEIVE_SECONDS = 0.5
-_WAIT_SECONDS = 600.0
-"""Longest wait for one message: the machine watches progress and ends the conversation long before. It bounds the life
-of a thread whose wait gloo does not end (see ``Link.shut``)."""
-_LET_GO_SECONDS = 0.5
-"""How long lanes' threads are waited for once their link is shut: then nothing of the leases is read any more."""
 _TOLD_TOGETHER = 8
 """Finished sends that are reported together: progress within them is seen on the link."""
 _SENDS_PER_LANE = 4
@@ -82,28 +78,6 @@ class DonorResult:
     joiner: str
     sent_bytes: int
     error: RecoveryError | None
-
-
-class _LiveSends:
-    """Pulls whose bytes are being read from live memory right now; the guard's callback asks which."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pulls: dict[Role, set[int]] = {role: set() for role in (OUTER, PRIVATE, JOURNAL, SCALARS)}
-
-    def begin(self, role: Role, pull_id: int) -> None:
-        with self._lock:
-            self._pulls[role].add(pull_id)
-
-    def end(self, role: Role, pull_id: int) -> None:
-        with self._lock:
-            self._pulls[role].discard(pull_id)
-
-    def take(self, role: Role) -> tuple[int, ...]:
-        with self._lock:
-            taken = tuple(sorted(self._pulls[role]))
-            self._pulls[role].clear()
-            return taken
 
 
 class DonorSession:
@@ -145,15 +119,13 @@ class DonorSession:
         self._queue: queue.SimpleQueue[DonorEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._leases: dict[Role, SourceLease] = {}
-        self._over = threading.Event()
+        self._crew = Crew("recovery-donor")
         self._used = threading.Lock()
-        self._live = _LiveSends()
+        self._live = LiveSends()
         self._lanes: list[queue.SimpleQueue[Send | None]] = []
         self._cancelled_pulls: set[int] = set()
         self._cancelled_up_to = 0
         self._link: Link | None = None
-        self._threads: list[threading.Thread] = []
-        self._lane_threads: set[threading.Thread] = set()
         self._share = 0
         self._finish: Finish | None = None
         self._capture: Future[SourceLease] | None = None
@@ -179,7 +151,7 @@ class DonorSession:
         """
         if not self._used.acquire(blocking=False):
             raise MisuseError("a conversation is served once")
-        self._spawn("letters", self._listen)
+        self._crew.spawn("letters", self._listen)
         finish = Finish(DonorLost("the donor's session broke off"), grace=True)
         try:
             finish = self._loop()
@@ -218,7 +190,7 @@ class DonorSession:
                 case Admit():
                     self._admit_and_lend(action)
                 case OpenLink():
-                    self._spawn("link", lambda action=action: self._link_up(action))
+                    self._crew.spawn("link", functools.partial(self._link_up, action))
                 case Send(pull_id=pull_id, lane=lane):
                     self._last_pull_id = pull_id
                     self._lanes[lane].put(action)
@@ -279,7 +251,7 @@ class DonorSession:
 
     def _take(self, role: Role, lease: SourceLease) -> DonorEvent:
         with self._lock:
-            if self._over.is_set():  # the joiner left while the lease was made
+            if self._crew.ended.is_set():  # the joiner left while the lease was made
                 lease.release("nobody waits for it any more")
                 return NotLent(role, DonorLost("the joiner left"))
             self._leases[role] = lease
@@ -296,20 +268,10 @@ class DonorSession:
 
     # Threads
 
-    def _spawn(self, what: str, target: object, *, of_lane: bool = False) -> None:
-        thread = threading.Thread(target=target, name=f"recovery-donor-{what}", daemon=True)  # type: ignore[arg-type]
-        with self._lock:
-            if self._over.is_set():
-                return
-            self._threads.append(thread)
-            if of_lane:
-                self._lane_threads.add(thread)
-            thread.start()
-
     def _listen(self) -> None:
         try:
-            while not self._over.is_set():
-                letter = self._conversation.receive(_RECEIVE_SECONDS)
+            while not self._crew.ended.is_set():
+                letter = self._conversation.receive(RECEIVE_SECONDS)
                 if letter is None:
                     continue
                 if letter.HasField("meeting"):
@@ -323,7 +285,7 @@ class DonorSession:
 
     def _link_up(self, action: OpenLink) -> None:
         try:
-            link = self._open_link(self._meeting, action.scope, self._config.data_host, action.lanes, self._over)
+            link = self._open_link(self._meeting, action.scope, self._config.data_host, action.lanes, self._crew.ended)
             if action.sealing_key:
                 context = (*self._agreed, action.scope.encode())
                 link = self._keys.seal(link, action.sealing_key, donor=True, context=context, peer=self._holder)
@@ -338,7 +300,7 @@ class DonorSession:
             self._link = link
             self._lanes = [queue.SimpleQueue() for _ in range(link.lanes)]
         for lane in range(link.lanes):
-            self._spawn(f"lane-{lane}", lambda lane=lane: self._serve_lane(link, lane), of_lane=True)
+            self._crew.spawn(f"lane-{lane}", functools.partial(self._serve_lane, link, lane), of_lane=True)
         self._queue.put(LinkOpened(tuple(link.endpoints())))
 
     def _serve_lane(self, link: Link, lane: int) -> None:
@@ -350,7 +312,7 @@ class DonorSession:
             while True:
                 if posted and (waiting.empty() or len(posted) >= _SENDS_PER_LANE):
                     send, transfer = posted.popleft()
-                    transfer.wait(_WAIT_SECONDS)
+                    transfer.wait(WAIT_SECONDS)
                     self._live.end(send.role, send.pull_id)
                     untold.append(Sent(send.pull_id))
                     if not posted or len(untold) >= _TOLD_TOGETHER:
@@ -371,7 +333,7 @@ class DonorSession:
         # The link is broken or about to be shut: what is still posted ends with an error.
         for _, transfer in posted:
             with contextlib.suppress(RecoveryError):
-                transfer.wait(_WAIT_SECONDS)
+                transfer.wait(WAIT_SECONDS)
 
     def _post(self, link: Link, send: Send) -> Transfer | None:
         with self._lock:
@@ -395,7 +357,7 @@ class DonorSession:
     def _close(self, finish: Finish) -> None:
         reason = "the joiner has everything" if finish.error is None else str(finish.error)
         with self._lock:
-            self._over.set()
+            self._crew.end()
             link = self._link
             leases = list(self._leases.values())
         if self._capture is not None:
@@ -406,19 +368,17 @@ class DonorSession:
             self._limiter.leave(self._share)
         self._conversation.close(reason)
         self._meeting.end(reason)
-        while True:
+
+        def release() -> None:
             with self._lock:
-                threads, self._threads = self._threads, []
-                link = self._link
-            if link is not None:
-                link.shut(reason)
+                opened = self._link
+            if opened is not None:
+                opened.shut(reason)
             for lane in self._lanes:
                 lane.put(None)
-            if not threads:
-                break
-            deadline = time.monotonic() + _LET_GO_SECONDS
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()) if thread in self._lane_threads else None)
+
+        self._crew.join(release)
+        link = self._link
         if self._share:
             self._limiter.leave(self._share)
         if link is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -13,6 +14,7 @@ import torch
 
 from protos.recovery.v1.peer_pb2 import JoinerLetter
 from recovery.errors import ChunkDamaged, DonorLost, RecoveryError
+from recovery.protocol.crew import RECEIVE_SECONDS, WAIT_SECONDS, Crew
 from recovery.protocol.joiner_io import Arrived, Dialled, Ended, Heard, JoinerEvent, LinkOpened, PostedPull, Quiet
 from recovery.protocol.meeting import MeetingPoint
 from recovery.protocol.ports import Dial, DonorPeer, JoinerConversation, OpenLink
@@ -20,12 +22,6 @@ from recovery.transport.link import Link, Transfer
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_SECONDS = 0.5
-_WAIT_SECONDS = 600.0
-"""Longest wait for one message: the machine watches progress and shuts the link long before. It bounds the life of a
-thread whose wait gloo does not end (see ``Link.shut``)."""
-_LET_GO_SECONDS = 0.1
-"""How long lanes' threads are waited for once their link is shut: then no receive can be written any more."""
 _TOLD_TOGETHER = 8
 _TOLD_SECONDS = 0.002
 """What arrives faster than this is reported several at a time: waking the session costs more than a receive."""
@@ -79,20 +75,18 @@ class DonorLine:
         self._seal = seal
         self._data_host = data_host
         self._lock = threading.Lock()
-        self._cancelled = threading.Event()
+        self._crew = Crew("recovery-joiner", f"-{peer.name}")
         self._conversation: JoinerConversation | None = None
         self._meeting = MeetingPoint(lambda letter: self.say(JoinerLetter(meeting=letter)))
         self._link: Link | None = None
         self._lanes: list[queue.SimpleQueue[tuple[int, Transfer, _Receiving] | None]] = []
         self._untold: list[JoinerEvent] = []
         self._told_at = 0.0
-        self._threads: list[threading.Thread] = []
-        self._lane_threads: set[threading.Thread] = set()
         self._closer: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to dial."""
-        self._spawn("letters", self._converse)
+        self._crew.spawn("letters", self._converse)
 
     def say(self, letter: JoinerLetter) -> None:
         """Send a letter; a stream that has ended is reported by its own thread."""
@@ -103,7 +97,7 @@ class DonorLine:
 
     def open_link(self, scope: str, lanes: int, sealing_key: bytes = b"") -> None:
         """Begin to open the link, sealed if the donor has sent its public key."""
-        self._spawn("link", lambda: self._link_up(scope, lanes, sealing_key))
+        self._crew.spawn("link", lambda: self._link_up(scope, lanes, sealing_key))
 
     def post(self, memory: torch.Tensor, pulls: tuple[PostedPull, ...], when_whole: Callable[[], None]) -> bool:
         """Post receives into a chunk's memory. False: the link is broken, which is reported as an event.
@@ -142,7 +136,7 @@ class DonorLine:
         with self._lock:
             if self._closer is not None:
                 return
-            self._cancelled.set()
+            self._crew.end()
             link = self._link
             self._closer = threading.Thread(
                 target=self._close, args=(reason,), name=f"recovery-joiner-close-{self._peer.name}"
@@ -158,9 +152,8 @@ class DonorLine:
             self._closer.join()
 
     def _close(self, reason: str) -> None:
-        while True:
+        def release() -> None:
             with self._lock:
-                threads, self._threads = self._threads, []
                 conversation, link = self._conversation, self._link
             if conversation is not None:
                 conversation.close(reason)
@@ -168,25 +161,12 @@ class DonorLine:
                 link.shut(reason)
             for lane in self._lanes:
                 lane.put(None)
-            if not threads:
-                break  # none was left, and after ``_cancelled`` none is started
-            deadline = time.monotonic() + _LET_GO_SECONDS
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()) if thread in self._lane_threads else None)
-        if link is not None:
-            link.close()
+
+        self._crew.join(release)
+        if self._link is not None:
+            self._link.close()
         self.tell()
         self._report(Quiet(self._peer.name))
-
-    def _spawn(self, what: str, target: Callable[[], None], *, of_lane: bool = False) -> None:
-        with self._lock:
-            if self._cancelled.is_set():
-                return
-            thread = threading.Thread(target=target, name=f"recovery-joiner-{what}-{self._peer.name}", daemon=True)
-            self._threads.append(thread)
-            if of_lane:
-                self._lane_threads.add(thread)
-            thread.start()
 
     def _converse(self) -> None:
         name = self._peer.name
@@ -198,8 +178,8 @@ class DonorLine:
             if round_trip is None and self._probe is not None:
                 round_trip = self._probe(self._peer)
             self._report(Dialled(name, round_trip))
-            while not self._cancelled.is_set():
-                letter = conversation.receive(_RECEIVE_SECONDS)
+            while not self._crew.ended.is_set():
+                letter = conversation.receive(RECEIVE_SECONDS)
                 if letter is None:
                     continue
                 if letter.HasField("meeting"):
@@ -214,7 +194,7 @@ class DonorLine:
     def _link_up(self, scope: str, lanes: int, sealing_key: bytes) -> None:
         name = self._peer.name
         try:
-            link = self._open_link(self._meeting, scope, self._data_host, lanes, self._cancelled)
+            link = self._open_link(self._meeting, scope, self._data_host, lanes, self._crew.ended)
             if sealing_key:
                 link = self._seal(link, sealing_key, scope, name)
         except RecoveryError as error:
@@ -227,7 +207,7 @@ class DonorLine:
             self._link = link
             self._lanes = [queue.SimpleQueue() for _ in range(link.lanes)]
         for lane in range(link.lanes):
-            self._spawn(f"lane-{lane}", lambda lane=lane: self._wait_on(lane), of_lane=True)  # type: ignore[misc]
+            self._crew.spawn(f"lane-{lane}", functools.partial(self._wait_on, lane), of_lane=True)
         self._report(LinkOpened(name, link.lanes, tuple(link.endpoints()), link.round_trip_seconds()))
 
     def _wait_on(self, lane: int) -> None:
@@ -238,7 +218,7 @@ class DonorLine:
             pull_id, transfer, receiving = posted
             try:
                 try:
-                    transfer.wait(_WAIT_SECONDS)
+                    transfer.wait(WAIT_SECONDS)
                 except ChunkDamaged as error:
                     # The link is whole. What the memory holds now is judged by its digest, as any damaged piece is.
                     logger.warning("%s", error)

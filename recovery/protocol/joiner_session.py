@@ -70,6 +70,8 @@ class TransferResult:
         private: Manifest of the private-copied parts after it, likewise; None if none were wanted.
         payload_bytes: Bytes that came over links.
         reused_bytes: Bytes that were in place before.
+        verified_seconds: Until the last byte was verified in its destination.
+        took_seconds: Until every thread and receive had ended too.
         failures: Donors that were dropped, with the reason.
         rates: Bytes per second and round trip of each donor, where measured.
     """
@@ -78,6 +80,7 @@ class TransferResult:
     private: Manifest | None
     payload_bytes: int
     reused_bytes: int
+    verified_seconds: float
     took_seconds: float
     failures: dict[str, RecoveryError] = field(default_factory=dict)
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -145,6 +148,7 @@ class JoinerSession:
         self._used = threading.Lock()
         self._failure: BaseException | None = None
         self._finished = False
+        self._verified_at = 0.0
 
     @property
     def machine(self) -> JoinerMachine:
@@ -220,6 +224,7 @@ class JoinerSession:
             private=machine.private,
             payload_bytes=machine.payload_bytes,
             reused_bytes=machine.reused_bytes,
+            verified_seconds=self._verified_at - began,
             took_seconds=time.monotonic() - began,
             failures=dict(machine.failures),
             rates=machine.rates(self._clock.monotonic()),
@@ -312,6 +317,7 @@ class JoinerSession:
                     self._events(event)
                 case Finish():
                     self._finished = True
+                    self._verified_at = time.monotonic()
                 case Fail(error):
                     raise error
 
