@@ -1,6 +1,6 @@
 """What capturing the private parts costs the step in which it happens, beside idle steps and a blocking copy.
 
-    python -m benchmarks.bench_capture [--layers 16] [--width 2048] [--rounds 12]
+    python -m benchmarks.bench_capture [--layers 16] [--width 2048] [--rounds 12] [--threads 1]
 
 Idle and capturing steps are interleaved in one process. Budget: the worst step of a capture costs at most
 max(5 ms, copy time - forward/backward time + 20 %) over the median idle step; the first capture is reported apart.
@@ -164,7 +164,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1, help="training's; the copies run on another core")
     options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
 
     rig = Rig(options.layers, options.width, options.batch)
     events = Recorder()

@@ -1,11 +1,12 @@
 """What serving costs a training worker: step times, boundaries, throughput and memory, beside idle and a naive copy.
 
-    python -m benchmarks.bench_stall [--layers 16] [--width 2048] [--rounds 8] [--rate-mb 50]
+    python -m benchmarks.bench_stall [--layers 36] [--width 2048] [--rounds 6] [--rate-mb 50] [--threads 1]
 
-Idle and serving phases are interleaved in one process. While it serves, a reader on a thread of its own takes the outer
-parts and then the private parts at a capped rate; it keeps reading across outer steps. Budgets: median step +1 ms, p99
-+5 ms; at a boundary at most 1.2 times the memcpy time of what had to be saved; steps per second at least 0.95 of idle.
-The naive copy is a blocking deep copy of what a joiner needs.
+Idle and serving phases are interleaved in one process. While it serves, another process joins over real links at a
+capped rate: in one phase it takes private parts, in the next outer ones, and goes on across the outer step that ends
+the phase. Training has one thread, so that each side has a core of two. Budgets: median step +1 ms, p99 +5 ms; at a
+boundary at most 1.2 times the memcpy time of what had to be saved; steps per second at least 0.95 of idle, median of
+the rounds. The naive copy is a blocking deep copy of what a joiner needs.
 """
 
 from __future__ import annotations
@@ -13,87 +14,28 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import threading
-import time
 
 import torch
 
 from benchmarks.bench_capture import Rig, copy_seconds, part_tensors, quantile, seconds_of, stall_record, write_record
-from recovery.errors import RecoveryError
+from benchmarks.stall_joiner import ServedJoiner
 from recovery.events import GuardCopied, Recorder, SnapshotCaptured
-from recovery.snapshot import Lease, SnapshotConfig, Snapshots
-from recovery.types import MIB, Version
-
-
-class CappedReader:
-    """Reads snapshots one after the other at a capped rate, on its own thread, until told to stop."""
-
-    def __init__(self, snapshots: Snapshots, bytes_per_second: float) -> None:
-        self._snapshots = snapshots
-        self._bytes_per_second = bytes_per_second
-        self._stop = threading.Event()
-        self._buffer = torch.empty(MIB, dtype=torch.uint8)
-        self.read_bytes = 0
-        self.snapshots_read = 0
-        self._thread = threading.Thread(target=self._run, name="bench-reader")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        turn = 0
-        while not self._stop.is_set():
-            turn += 1
-            version = self._snapshots.version
-            if version is None:
-                self._stop.wait(0.001)
-                continue
-            try:
-                outer = self._snapshots.lease_outer(version, f"reader-{turn}")
-                future = self._snapshots.lease_private(f"reader-{turn}", version)
-                self._take(outer)
-                while not future.done() and not self._stop.wait(0.01):
-                    pass
-                if future.cancel():
-                    continue
-                self._take(future.result())
-            except RecoveryError:
-                self._stop.wait(0.01)  # between two versions: ask again
-
-    def _take(self, lease: Lease) -> None:
-        for p, part in enumerate(lease.manifest.parts):
-            for c, chunk in enumerate(part.chunks):
-                for offset in range(chunk.offset, chunk.offset + chunk.num_bytes, MIB):
-                    if self._stop.is_set():
-                        lease.release("stopped")
-                        return
-                    began = time.perf_counter()
-                    size = min(MIB, chunk.offset + chunk.num_bytes - offset)
-                    self._buffer[:size].copy_(lease.read(p, offset, size).data)
-                    self.read_bytes += size
-                    self._stop.wait(max(0.0, size / self._bytes_per_second - (time.perf_counter() - began)))
-                lease.acknowledge(p, c)
-        self.snapshots_read += 1
-        lease.release("done")
+from recovery.snapshot import SnapshotConfig
+from recovery.types import Version
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
     """Run the benchmark and return its record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--inner-steps", type=int, default=8)
     parser.add_argument("--rate-mb", type=float, default=50.0)
-    parser.add_argument("--one-core", action="store_true", help="train with one thread, as beside a joiner's process")
+    parser.add_argument("--threads", type=int, default=1, help="training's")
     options = parser.parse_args(argv)
-    if options.one_core:
-        torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
 
     rig = Rig(options.layers, options.width, options.batch)
     events = Recorder()
@@ -103,28 +45,32 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     first: dict[str, float] = {}
     version = Version(1, 0)
     with rig.snapshots(events) as snapshots:
-        for number in range(-1, 2 * options.rounds):
+        joiner = ServedJoiner(snapshots, rig.state.layout_digest(), options.rate_mb * 1e6)
+        load = os.getloadavg()[0]
+        for number in range(-1, 2 * options.rounds + 2):
             kind = "serving" if number % 2 else "idle"
-            reader = CappedReader(snapshots, options.rate_mb * 1e6) if kind == "serving" and number > 0 else None
+            serves = kind == "serving" and number > 0
             snapshots.publish(version)
             snapshots.manifest(version, 60)
-            if reader is not None:
-                reader.start()
+            if serves:
+                joiner.start(private=number % 4 == 1)
             times = [rig.inner_step(snapshots) for _ in range(options.inner_steps)]
             rig.prepare_outer()
             boundary = seconds_of(snapshots.before_outer_update)
             rig.outer_step()
-            if reader is not None:
-                reader.stop()
+            if serves:
+                joiner.stop()
             version = version.next()
             if number < 0:
                 continue  # lazily created state, cold memory
             if number == 1:
                 first = {"worst_step_seconds": max(times), "boundary_seconds": boundary}
+            if number < 2:
                 continue  # the first join is reported apart
             steps[kind] += times
             rates[kind].append(len(times) / sum(times))
             boundaries[kind].append(boundary)
+        joiner.close()
         names = [*rig.state.replicated_names, *rig.state.private_copied_names]
         fresh, warm = copy_seconds(part_tensors(rig.state, names))
         outer_fresh, outer_warm = copy_seconds(part_tensors(rig.state, rig.state.replicated_names))
@@ -137,7 +83,10 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             },
             "median_over_idle_seconds": statistics.median(steps["serving"]) - statistics.median(steps["idle"]),
             "p99_over_idle_seconds": quantile(steps["serving"], 0.99) - quantile(steps["idle"], 0.99),
-            "steps_per_second_ratio": statistics.median(rates["serving"]) / statistics.median(rates["idle"]),
+            "steps_per_second_ratio": statistics.median(
+                serving / idle for idle, serving in zip(rates["idle"], rates["serving"], strict=True)
+            ),
+            "joiner": {"sent_bytes": joiner.sent_bytes, "whole_states": joiner.whole},
             "boundary_seconds": {kind: statistics.median(values) for kind, values in boundaries.items()},
             "guard": [
                 {"copied_bytes": event.copied_bytes, "seconds": event.training_thread_seconds}
@@ -149,7 +98,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             "outer_copy_seconds": {"fresh": outer_fresh, "warm": outer_warm},
             "peak_vault_bytes": snapshots.vault.peak_bytes,
             "stall_by_cause": stall_record(snapshots),
-            "load_average_at_end": os.getloadavg()[0],
+            "load_average": {"at_start": load, "at_end": os.getloadavg()[0]},
         }
     record["guard_without_copy_ahead"] = guard_against_memcpy(rig, version, options.rounds)
     write_record("stall", record)

@@ -17,7 +17,7 @@ import torch
 
 from recovery.errors import DonorLost, RecoveryError
 from recovery.events import ChunkRefetched, Recorder
-from recovery.protocol.ports import DonorPeer, JoinerConversation, SnapshotSource
+from recovery.protocol.ports import DonorPeer, JoinerConversation, Role, SnapshotSource
 from recovery.protocol.session import (
     OUTER,
     Attempt,
@@ -34,10 +34,9 @@ from recovery.state.chunks import PartBytes
 from recovery.state.manifest import Manifest
 from recovery.transport.link import Link, Transfer
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, open_gloo_link
-from recovery.types import KIB, Incarnation, PartName, RunId, TransferId, Version, WorkerId, WorkerRef
+from recovery.types import KIB, Incarnation, KeyValue, PartName, RunId, TransferId, Version, WorkerId, WorkerRef
 from tests.support.memory_conversation import conversation_pair
 from tests.support.memory_donor import HOST
-from tests.support.memory_store import MemoryStore
 from tests.unit.snapshot.reader import Temper
 
 _PATIENT_SECONDS = 60.0
@@ -82,6 +81,17 @@ class SlowLink:
         self._link.close()
 
 
+class CountingDonor(DonorSession):
+    """Knows how many of its posted sends the guard found under way."""
+
+    void_sends = 0
+
+    def _views_closed(self, role: Role) -> int:
+        found = super()._views_closed(role)
+        self.void_sends += found
+        return found
+
+
 class LeavingLedger(ChunkLedger):
     """Calls back when it has so many chunks."""
 
@@ -119,7 +129,6 @@ class WireReader:
         self._holder = holder
         self._temper = temper
         self._rng = random.Random(holder)
-        self._store = MemoryStore()
         self._ledger = LeavingLedger()
         self._memory: dict[str, torch.Tensor] = {}
         self._attempts = 0
@@ -131,7 +140,7 @@ class WireReader:
         self.had_manifest = False
         self.thawed = threading.Event()
         self.thawed.set()
-        self._donor_session: DonorSession | None = None
+        self._donors: list[CountingDonor] = []
 
     def receive(self, version: Version, *, want_private: bool, leave_at: int | None = None) -> None:
         """Receive and verify everything; raises what a joiner's session raises.
@@ -148,16 +157,16 @@ class WireReader:
 
         def dial(asked: DonorPeer) -> JoinerConversation:
             mine, theirs = conversation_pair()
-            donor = DonorSession(
+            donor = CountingDonor(
                 theirs,
                 cast(SnapshotSource, self._snapshots),
                 scope=f"wire/{next(self._scopes)}",
                 config=DonorConfig(data_host=HOST),
                 admit=lambda letter: None,
-                open_link=lambda *where: self._link(DONOR_RANK, *where[-4:]),
+                open_link=lambda *where: _link(DONOR_RANK, *where),
                 limiter=RateLimiter(),
             )
-            self._donor_session = donor
+            self._donors.append(donor)
             serving.append(threading.Thread(target=donor.run, name=f"donor of {self._holder}"))
             serving[-1].start()
             return mine
@@ -183,7 +192,7 @@ class WireReader:
                 planner=PlannerConfig(overtake_seconds=_PATIENT_SECONDS, max_piece_bytes=512 * KIB),
             ),
             dial=dial,
-            open_link=lambda *where: SlowLink(self._link(JOINER_RANK, *where[-4:]), self._pause),
+            open_link=lambda *where: SlowLink(_link(JOINER_RANK, *where), self._pause),
             on_manifest=self._destination,
             events=self._events,
             ledger=self._ledger,
@@ -202,8 +211,12 @@ class WireReader:
     @property
     def num_in_flight(self) -> int:
         """Sends of lent memory that the donor has under way in this conversation."""
-        donor = self._donor_session
-        return 0 if donor is None else len(donor._live._pulls[OUTER])
+        return sum(len(donor._live._pulls[OUTER]) for donor in self._donors)
+
+    @property
+    def void_sends(self) -> int:
+        """Sends that were under way when the guard closed their version."""
+        return sum(donor.void_sends for donor in self._donors)
 
     @property
     def blames(self) -> Counter[str]:
@@ -223,11 +236,6 @@ class WireReader:
             self._memory.setdefault(part.name, torch.zeros(part.num_bytes, dtype=torch.uint8))
         return {part.name: PartBytes([self._memory[part.name]]) for part in manifest.parts}
 
-    def _link(self, rank: int, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
-        return open_gloo_link(
-            self._store, scope, rank=rank, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled
-        )
-
     def _pause(self, shut: threading.Event) -> None:
         """What this joiner does before it takes a piece off the wire."""
         while not self.thawed.wait(0.05) and not shut.is_set():
@@ -240,3 +248,7 @@ class WireReader:
                 if self._snapshots.version != self._version or shut.wait(0.005):
                     break
             shut.wait(0.02)  # long enough for the outer step to overwrite what is being sent
+
+
+def _link(rank: int, meeting: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> Link:
+    return open_gloo_link(meeting, scope, rank=rank, host=host, lanes=lanes, timeout_seconds=30, cancelled=cancelled)

@@ -16,7 +16,7 @@ from recovery.snapshot import Lease, SnapshotConfig, StallCause, capture, frozen
 from recovery.snapshot.copy_jobs import CopyJobs
 from recovery.snapshot.hooks import SILENT_STEPS
 from recovery.state.live_part import LivePart
-from recovery.types import Cut, PartClass, Version
+from recovery.types import Cut, PartClass, PartName, Version
 from tests.unit.snapshot.reader import until
 from tests.unit.snapshot.test_guard import whole
 from tests.unit.snapshot.trainee import FIRST, Trainee, digest_of
@@ -328,6 +328,28 @@ def test_a_parameter_group_added_in_mid_run_is_captured(donor: Donor) -> None:
     donor.snapshots.inner_boundary()
     donor.check(future)
     assert b"extra" in future.result(0).manifest.parts[0].tree.SerializeToString()
+
+
+def test_a_parameter_resized_in_mid_run_is_captured_in_its_new_size() -> None:
+    donor = Donor(IN_BACKGROUND)
+    with donor.snapshots:
+        trainee, optimizer = donor.trainee, donor.trainee.inner["second"]
+        layout = trainee.state.layout_digest()
+        future = donor.ask()
+        donor.snapshots.inner_boundary()  # measured in the old size
+        for name, shape in (("head.weight", (8, 32)), ("head.bias", (8,))):
+            parameter = trainee.model.get_parameter(name)
+            parameter.data = torch.randn(shape)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter][moment] = torch.rand(shape)
+            trainee.averages[name] = torch.randn(shape)
+        donor.note()
+        while not future.done():
+            donor.step(says_boundary=True)
+        donor.check(future)
+        part = future.result(0).manifest.part(PartName("inner_optimizer.second"))
+        assert (8, 32) in {spec.shape for spec in part.tensors}
+        assert trainee.state.layout_digest() != layout, "a joiner of the old size is refused before anything moves"
 
 
 def test_a_model_cast_in_mid_run_is_captured_as_it_is() -> None:
