@@ -1,68 +1,76 @@
-"""What can happen to a donor in mid-transfer, each with the proof that it did happen to it."""
+"""What can happen to a donor, a joiner or a bystander in mid-transfer, each with the proof that it did happen to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from tests.support.processes import ChildProcess
 from tests.support.wan.network import Wan
 from tests.support.wan.peers import DonorProcess, JoinerProcess, Result, Site, wait_until
 
 DONORS = ("d0", "d1", "d2")
 PROGRESS_SECONDS = 2.0
+_HELD = "500kbit"
+"""What an uplink carries while a fault strikes: the transfer does not end before it."""
+
+
+class Victim(Protocol):
+    """A process in a host."""
+
+    host: str
+    child: ChildProcess
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """``strike`` does it; ``proof`` is called after the transfer and fails unless the victim saw it."""
 
-    strike: Callable[[Wan, DonorProcess], None]
-    proof: Callable[[Wan, DonorProcess], None]
+    strike: Callable[[Wan, Victim], None]
+    proof: Callable[[Wan, Victim], None]
 
 
-def _kill(wan: Wan, donor: DonorProcess) -> None:
+def _kill(wan: Wan, victim: Victim) -> None:
     del wan
-    donor.child.kill()
+    victim.child.kill()
 
 
-def _was_killed(wan: Wan, donor: DonorProcess) -> None:
+def _was_killed(wan: Wan, victim: Victim) -> None:
     del wan
-    assert donor.child.wait() == -9
+    assert victim.child.wait() == -9
 
 
-def _freeze(wan: Wan, donor: DonorProcess) -> None:
+def _freeze(wan: Wan, victim: Victim) -> None:
     del wan
-    donor.child.freeze()  # returns when the kernel shows it stopped
+    victim.child.freeze()  # returns when the kernel shows it stopped
 
 
-def _was_frozen(wan: Wan, donor: DonorProcess) -> None:
+def _was_frozen(wan: Wan, victim: Victim) -> None:
     del wan
-    donor.child.thaw()
-    results: list[dict[str, object]] = []
-
-    def ended() -> bool:
-        results[:] = donor.results()
-        return len(results) > 0
-
-    wait_until(ended, what="the end of the frozen donor's conversation")
-    assert results[-1]["error"], "the conversation broke while it was frozen"
+    victim.child.thaw()
+    if isinstance(victim, DonorProcess):
+        # Waits for the end of the conversation, which broke while it was frozen.
+        assert ended(victim, len(victim.results()) or 1)[-1]["error"]
 
 
-def _cut(wan: Wan, donor: DonorProcess) -> None:
-    wan.cut(donor.host)
+def _cut(wan: Wan, victim: Victim) -> None:
+    wan.cut(victim.host)
 
 
-def _was_cut(wan: Wan, donor: DonorProcess) -> None:
-    assert wan.stats().hosts[donor.host].up.drop_cut > 0
+def _was_cut(wan: Wan, victim: Victim) -> None:
+    link = wan.stats().hosts[victim.host]
+    assert link.up.drop_cut + link.down.drop_cut > 0
 
 
-def _throttle(wan: Wan, donor: DonorProcess) -> None:
+def _throttle(wan: Wan, victim: Victim) -> None:
     # The lowest rate there is: one packet takes more than ten seconds.
-    wan.set(donor.host, up="1kbit")
+    wan.set(victim.host, up="1kbit")
 
 
-def _was_throttled(wan: Wan, donor: DonorProcess) -> None:
-    assert wan.stats().hosts[donor.host].up.queued_packets > 0
+def _was_throttled(wan: Wan, victim: Victim) -> None:
+    assert wan.stats().hosts[victim.host].up.queued_packets > 0
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -71,6 +79,18 @@ FAULTS: Mapping[str, Fault] = {
     "cut": Fault(_cut, _was_cut),
     "throttled": Fault(_throttle, _was_throttled),
 }
+
+
+def ended(donor: DonorProcess, count: int) -> list[dict[str, object]]:
+    """Return how a donor's conversations ended, once so many have."""
+    results: list[dict[str, object]] = []
+
+    def enough() -> bool:
+        results[:] = donor.results()
+        return len(results) >= count
+
+    wait_until(enough, what=f"the end of {count} conversations of {donor.host}")
+    return results
 
 
 class Scene:
@@ -87,6 +107,13 @@ class Scene:
         self.state_bytes = state_bytes
         self._donors: dict[tuple[str, str | None, int], DonorProcess] = {}
         self._joiners: dict[str | None, JoinerProcess] = {}
+        self._uplink = "0"
+
+    def uplinks(self, rate: str) -> None:
+        """Give every donor this uplink."""
+        self._uplink = rate
+        for host in DONORS:
+            self.wan.set(host, up=rate)
 
     def donors(
         self,
@@ -100,7 +127,9 @@ class Scene:
         keys = [(host, congestion_control, size) for host in DONORS[:count]]
         for key in keys:
             if key not in self._donors:
-                self._donors[key] = self._site.donor(key[0], size, congestion_control=congestion_control)
+                self._donors[key] = self._site.donor(
+                    key[0], size, congestion_control=congestion_control, progress_seconds=PROGRESS_SECONDS
+                )
         return [self._donors[key].ready() for key in keys]
 
     def joiner(self, *, congestion_control: str | None = "bbr") -> JoinerProcess:
@@ -113,7 +142,7 @@ class Scene:
         """Start the processes beside each other, which is quicker than one after the other."""
         for host in DONORS:
             self._donors[host, "bbr", self.state_bytes] = self._site.donor(
-                host, self.state_bytes, congestion_control="bbr"
+                host, self.state_bytes, congestion_control="bbr", progress_seconds=PROGRESS_SECONDS
             )
         self.joiner()
         self.donors()
@@ -133,16 +162,73 @@ class Scene:
         joiner.begin(donors[1:2], fresh=False)
         return failed, joiner.result()
 
+    def joiner_struck(self, name: str, moment: float, spool: Path) -> tuple[Result | None, Result]:
+        """Let a fault strike the joiner; return how that attempt ended for it, and the next one.
+
+        Every donor has given it up before the next attempt. One that was killed comes back as another process with the
+        same spool.
+        """
+        donors = self.donors(2)
+        before = [len(donor.results()) for donor in donors]
+        fault = FAULTS[name]
+        joiner = self._site.joiner("j", congestion_control="bbr", spool=str(spool)).ready()
+        joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
+        joiner.reached(moment)
+        self._strike(fault, joiner, donors)
+        for donor, count in zip(donors, before, strict=True):
+            assert ended(donor, count + 1)[-1]["error"], "the donor noticed"
+        fault.proof(self.wan, joiner)
+        failed = None
+        if name == "killed":
+            joiner = self._site.joiner("j", congestion_control="bbr", spool=str(spool)).ready()
+        else:
+            failed = joiner.result()
+            self.wan.heal("all")
+        joiner.begin(donors, fresh=name == "killed", progress_seconds=PROGRESS_SECONDS)
+        return failed, joiner.result()
+
+    def bystander_struck(self, name: str, moment: float) -> Result:
+        """Let a fault strike a worker that has no part in the transfer; return the transfer's end."""
+        *donors, bystander = self.donors()
+        fault, joiner = FAULTS[name], self.joiner()
+        joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
+        joiner.reached(moment)
+        self._strike(fault, bystander, donors)
+        if name == "cut":
+            knock = f"import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ({self.wan.address('j')!r}, 9))"
+            with ChildProcess(["-c", knock], prefix=self.wan.prefix(bystander.host)) as knocking:
+                assert knocking.wait() == 0
+        result = joiner.result()
+        if name == "frozen":
+            bystander.child.thaw()
+            assert bystander.results() is not None, "it lives"
+        else:
+            fault.proof(self.wan, bystander)
+        self._bury(name, bystander)
+        return result
+
     def _struck(self, name: str, moment: float, donors: list[DonorProcess]) -> Result:
         fault, joiner = FAULTS[name], self.joiner()
         joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
-        fault.strike(self.wan, donors[0])
+        self._strike(fault, donors[0], donors)
         result = joiner.result()
         fault.proof(self.wan, donors[0])
-        if name == "killed":
-            del self._donors[DONORS[0], "bbr", self.state_bytes]
+        self._bury(name, donors[0])
         return result
+
+    def _strike(self, fault: Fault, victim: Victim, donors: list[DonorProcess]) -> None:
+        """Strike while the donors are held back, so that the transfer does not end before."""
+        for donor in donors:
+            self.wan.set(donor.host, up=_HELD)
+        fault.strike(self.wan, victim)
+        for donor in donors:
+            if donor is not victim:
+                self.wan.set(donor.host, up=self._uplink)
+
+    def _bury(self, name: str, donor: DonorProcess) -> None:
+        if name == "killed":
+            del self._donors[donor.host, "bbr", self.state_bytes]
 
     def moved_bytes(self) -> int:
         """Return what left the donors' uplinks since the last reset, headers and repetitions included."""

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -20,7 +21,15 @@ from recovery.control.security import SecurityConfig
 from recovery.errors import RecoveryError
 from recovery.events import Event, LogSink
 from recovery.protocol.ledger import ChunkName
-from recovery.protocol.session import Attempt, ChunkLedger, DonorPeer, JoinerConfig, JoinerSession, PlannerConfig
+from recovery.protocol.session import (
+    Attempt,
+    ChunkLedger,
+    ChunkSpool,
+    DonorPeer,
+    JoinerConfig,
+    JoinerSession,
+    PlannerConfig,
+)
 from recovery.state.chunks import PartBytes
 from recovery.state.manifest import Manifest
 from recovery.transport.process_group import JOINER_RANK, GlooLink, open_gloo_link
@@ -29,6 +38,7 @@ from tests.support.memory_donor import RUN, VERSION, worker
 from tests.support.wan.transfer_state import outer_state
 
 SECURITY = SecurityConfig(insecure=True)
+_LOOK_SECONDS = 0.1
 
 
 class MarkingLedger(ChunkLedger):
@@ -48,6 +58,28 @@ class MarkingLedger(ChunkLedger):
             print(f"mark {self.marks.pop(0)}", flush=True)
 
 
+class Watch:
+    """Notes ten times a second how much has come over links."""
+
+    def __init__(self, links: list[GlooLink]) -> None:
+        self._links = links
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch")
+        self.moved: list[tuple[float, int]] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            self.moved.append((time.monotonic(), sum(link.bytes_moved() for link in self._links)))
+
+
 class Joiner:
     """Keeps memory and ledger; runs attempts."""
 
@@ -56,6 +88,9 @@ class Joiner:
         self._state_bytes = 0
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         self._ledger = MarkingLedger(0)
+        self._spool = ChunkSpool(Path(plan["spool"])) if plan.get("spool") else None
+        if self._spool is not None:
+            self._spool.start()
         self._links: list[GlooLink] = []
         self._connected_at = 0.0
         self._me = worker(plan["name"])
@@ -80,13 +115,15 @@ class Joiner:
             on_manifest=self._destinations,
             events=_say if self._plan.get("verbose") else LogSink(),
             ledger=self._ledger,
+            spool=self._spool,
         )
         error = ""
         began = time.monotonic()
-        try:
-            session.run()
-        except RecoveryError as failure:
-            error = f"{type(failure).__name__}: {failure}"
+        with Watch(self._links) as watch:
+            try:
+                session.run()
+            except RecoveryError as failure:
+                error = f"{type(failure).__name__}: {failure}"
         ended = time.monotonic()
         if not error and not self._is_equal():
             error = "the bytes are not the donors'"
@@ -103,6 +140,7 @@ class Joiner:
             "arrived": {names[name]: count for name, count in machine.arrived_bytes().items()},
             "failures": {names[name]: f"{type(each).__name__}: {each}" for name, each in machine.failures.items()},
             "rates": {names[name]: rate for name, rate in machine.rates(time.monotonic()).items()},
+            "moved": watch.moved,
             "lanes": max((link.lanes for link in self._links), default=0),
             "congestion_control": self._plan.get("congestion_control") or "system",
         }

@@ -23,6 +23,7 @@ _START_SECONDS = 60.0
 class Result:
     """How an attempt ended. ``error`` empty: every byte is verified and equal to the donors'.
 
+    ``moved``: how many bytes had come over links at which moments of the machine's monotonic clock.
     ``seconds`` runs from dialling to the last verified byte, or to the error; ``connected_seconds`` from the first
     link's opening on.
     """
@@ -37,6 +38,7 @@ class Result:
     arrived: Mapping[str, int]
     failures: Mapping[str, str]
     rates: Mapping[str, tuple[float, float]]
+    moved: list[tuple[float, int]]
     lanes: int
     congestion_control: str
 
@@ -75,6 +77,7 @@ class JoinerProcess:
     """A joiner in a host; keeps destinations and ledger over its attempts unless told to begin afresh."""
 
     def __init__(self, wan: Wan, host: str, options: Mapping[str, Any]) -> None:
+        self.host = host
         plan = {"name": host, "host": wan.address(host), **options}
         self.child = ChildProcess(["-m", "tests.support.wan.joiner_process", json.dumps(plan)], prefix=wan.prefix(host))
         self._number = 0
