@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -98,7 +99,8 @@ def measure_storm(record: dict[str, Any], folder: Path, options: argparse.Namesp
         calm = beside.submit(quiet, folder / "quiet", options)
         stormed, network = storm(folder / "storm", options)
         calmed = calm.result()
-    record.update(machine=facts(), seed=options.seed, faults_per_hour=options.faults_per_hour, network=network)
+    record.update(machine=facts(), load=round(os.getloadavg()[2], 1))
+    record.update(seed=options.seed, faults_per_hour=options.faults_per_hour, network=network)
     told = report.of_run(calmed)
     del told["counted"], told["rosters"]  # nothing happened there
     record.update(storm=report.of_run(stormed), quiet=told)

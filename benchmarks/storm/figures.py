@@ -186,7 +186,7 @@ def churn_bounds(record: dict[str, Any]) -> list[Bound]:
     """Return the asked figures of a record's run with joins and leaves."""
     churn = record["churn"]
     loss = closing_loss([step["held_out"] for step in churn["steps"]])
-    finals = [closing_loss(curve) for curve in record["seeds"].values()]
+    finals = [closing_loss(curve[: len(churn["steps"])]) for curve in record["seeds"].values()]
     mean, deviation = statistics.fmean(finals), statistics.stdev(finals)
     low, high = mean - 2 * deviation, mean + 2 * deviation
     joined = sum(join["what"] == "joined" for join in churn["joins"])

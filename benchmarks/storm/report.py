@@ -39,7 +39,9 @@ def of_run(timeline: Timeline) -> dict[str, Any]:
         "counts": figures.mean_counts(timeline),
         "aborted_epochs": epochs,
         "rosters": [{**dataclasses.asdict(r), "at": since(r.at)} for r in timeline.rosters],
-        "counted": [{**dataclasses.asdict(c), "at": since(c.at)} for c in timeline.counted if c.at > began],
+        "counted": [
+            {**dataclasses.asdict(c), "at": since(c.at)} for c in timeline.counted if began < c.at <= timeline.ended_at
+        ],
         "restored": [
             {"at": since(at), "worker": worker, "version": version, "source": source}
             for at, worker, version, source in timeline.restored
@@ -56,7 +58,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = ["# Storm", ""]
     machine = record["machine"]
     lines += [
-        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}. {record['others']}",
+        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}. Load average over the "
+        f"quarter of an hour before the storm's end: {record['load']}. {record['others']}".rstrip(),
         "",
     ]
     if "storm" in record and "seeds" in record:
@@ -93,7 +96,7 @@ def _storm(record: dict[str, Any]) -> list[str]:
         "## The three numbers",
         "",
         "Means over time of what `recovery status` told each half second; running: processes that were not killed or "
-        "frozen.",
+        "frozen. Who is applying a commit is not ready for that moment.",
         "",
         "| | running | alive | ready | participating |",
         "|---|---|---|---|---|",

@@ -145,6 +145,7 @@ def test_the_report_names_each_kind_and_every_figure() -> None:
         "quiet": run,
         "machine": {"date": "today", "cores": 2, "cpu": "some", "torch": "2"},
         "others": "Nothing else ran.",
+        "load": 0.3,
         "seed": 1,
         "network": "loopback",
     }
