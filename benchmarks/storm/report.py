@@ -58,8 +58,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = ["# Storm", ""]
     machine = record["machine"]
     lines += [
-        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}. Load average over the "
-        f"quarter of an hour before the storm's end: {record['load']}. {record['others']}".rstrip(),
+        f"{machine['date']}, {machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}. Load average over "
+        f"the quarter of an hour before the storm's end: {record['load']}. {record['others']}".rstrip(),
         "",
     ]
     if "storm" in record and "seeds" in record:
