@@ -17,6 +17,7 @@ instant before a version's first inner step (a checkpoint).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,7 @@ from recovery.errors import DonorBusy, RecoveryError
 from recovery.snapshot.capture_records import Capture, Captured
 from recovery.snapshot.copy_jobs import CopyJob, CopyJobs
 from recovery.snapshot.device import SideStream
-from recovery.snapshot.frozen import copy_range, freeze
+from recovery.snapshot.frozen import copy_range, freeze, stretches
 from recovery.snapshot.outline import Outline, bytes_in, held, take_apart
 from recovery.snapshot.preparation import Preparation, aligned
 from recovery.snapshot.rhythm import Rhythm, rhythm
@@ -33,7 +34,6 @@ from recovery.snapshot.service import ServiceThread
 from recovery.snapshot.stall import StallAccount, StallCause
 from recovery.snapshot.vault import Vault
 from recovery.snapshot.waiting import Request, Waiting, running
-from recovery.state.chunks import chunk_ranges
 from recovery.state.leaf import memory_key
 from recovery.state.live_part import LivePart
 from recovery.state.parts import WorkerState
@@ -62,8 +62,12 @@ class PrivateCapture:
         copier: The thread that copies beside training.
         side_stream: Where copies from a device run.
         finisher: The thread that calls ``on_captured``.
+        measure_in_step_bytes, touch_share: See ``SnapshotConfig``.
         on_captured: Called once per capture with the result and those who are to have it.
         on_waited: Called when the training thread waited for the copier: seconds, for whom.
+
+    Attributes:
+        hurry: Set while training stands still: nothing rests for its sake.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class PrivateCapture:
         side_stream: SideStream,
         *,
         measure_in_step_bytes: int,
+        touch_share: float,
         on_captured: Callable[[Captured, list[Request]], None],
         on_waited: Callable[[float, str], None],
     ) -> None:
@@ -86,6 +91,8 @@ class PrivateCapture:
         self._finisher = finisher
         self._side_stream = side_stream
         self._measure_in_step_bytes = measure_in_step_bytes
+        self._touch_share = touch_share
+        self.hurry = threading.Event()
         self._on_captured = on_captured
         self._on_waited = on_waited
         self._waiting = Waiting()
@@ -219,7 +226,13 @@ class PrivateCapture:
         """Memory for every part is ready to be written. On the copier's thread."""
         if self._preparation is preparation:
             preparation.lay_out(self._state, self._vault, turns=True)
-            preparation.touch()
+            preparation.touch(lambda seconds: self._rest(preparation, seconds))
+
+    def _rest(self, preparation: Preparation, seconds: float) -> bool:
+        """Leave memory to training for a while after taking some for ``seconds``; return whether to take more."""
+        if not any(request.at_boundary for request in self._waiting):
+            self.hurry.wait(seconds * (1 / self._touch_share - 1))
+        return self._preparation is preparation
 
     def _begin(self, version: Version) -> None:
         preparation = self._preparation
@@ -254,15 +267,7 @@ class PrivateCapture:
             with self._side_stream.after_mark():
                 copy_range(part, offset, region[offset : offset + num_bytes])
 
-        ranges: list[tuple[int, int]] = []
-        for offset, num_bytes in chunk_ranges([spec.num_bytes for spec in part.specs]):
-            if ranges:
-                start, size = ranges[-1]
-                if size + num_bytes <= _JOB_BYTES and part.bytes.view(start, size + num_bytes) is not None:
-                    ranges[-1] = (start, size + num_bytes)
-                    continue
-            ranges.append((offset, num_bytes))
-        return [functools.partial(copy, offset, num_bytes) for offset, num_bytes in ranges]
+        return [functools.partial(copy, offset, num_bytes) for offset, num_bytes in stretches(part, _JOB_BYTES)]
 
     def _copy_beside(self, capture: Capture) -> None:
         capture.jobs.work()

@@ -98,9 +98,10 @@ class Captures:
         self._scalars.tidy()
 
     def fail(self, error: RecoveryError) -> None:
-        """All who wait get ``error``."""
+        """All who wait get ``error``: this is the end."""
         self._scalars.fail(error)
         self._whole.fail(error)
+        self._whole.hurry.set()
 
     # Training thread
 
@@ -143,6 +144,7 @@ class Captures:
         self.between_steps()
         with self._standing_lock:
             self._standing = True
+        self._whole.hurry.set()
         if self.wanted:
             self._copier.submit(self._capture_while_standing)
         try:
@@ -153,6 +155,7 @@ class Captures:
                     self._standing_lock.acquire()
                 self._reports.waited(span.seconds, "a capture at the boundary")
             self._standing = False
+            self._whole.hurry.clear()
             self._standing_lock.release()
 
     def refuse_if_silent(self) -> None:

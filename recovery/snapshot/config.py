@@ -25,6 +25,8 @@ class SnapshotConfig:
         copy_ahead_share: Share of its time that the background thread copies; the rest it sleeps. In (0, 1].
         measure_in_step_bytes: Private state up to this size is measured, reserved and captured at one inner-step
             boundary; for larger state memory is touched in the background first, and the capture waits for the next.
+        touch_share: Share of its time that the background thread touches memory for a capture; the rest it sleeps. New
+            memory comes slowly, and training waits for it too. In (0, 1].
         digest_algorithm: Algorithm of chunk digests.
     """
 
@@ -36,6 +38,7 @@ class SnapshotConfig:
     copy_ahead: bool = True
     copy_ahead_share: float = 0.2
     measure_in_step_bytes: int = 8 * 1024 * 1024
+    touch_share: float = 0.2
     digest_algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
 
     def __post_init__(self) -> None:
@@ -48,5 +51,6 @@ class SnapshotConfig:
         for name in ("lease_deadline_seconds", "digest_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise BadConfiguration(f"{name}={getattr(self, name)} has to be positive")
-        if not 0 < self.copy_ahead_share <= 1:
-            raise BadConfiguration(f"copy_ahead_share={self.copy_ahead_share} is not in (0, 1]")
+        for name in ("copy_ahead_share", "touch_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise BadConfiguration(f"{name}={getattr(self, name)} is not in (0, 1]")

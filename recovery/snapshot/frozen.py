@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from recovery.state.chunks import PartBytes
+from recovery.state.chunks import PartBytes, chunk_ranges
 from recovery.state.leaf import NUMPY_DTYPES, TORCH_DTYPES, TensorKind
 from recovery.state.live_part import LivePart
 from recovery.state.manifest import TensorSpec
@@ -41,6 +41,19 @@ def copy_range(live: LivePart, offset: int, out: torch.Tensor) -> None:
         live.bytes.read(offset, out.numel(), out)
     else:
         np.copyto(out.numpy(), view.numpy())
+
+
+def stretches(live: LivePart, most_bytes: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of stretches that cover the part: dense memory where possible, chunks taken together."""
+    ranges: list[tuple[int, int]] = []
+    for offset, num_bytes in chunk_ranges([spec.num_bytes for spec in live.specs]):
+        if ranges:
+            start, size = ranges[-1]
+            if size + num_bytes <= most_bytes and live.bytes.view(start, size + num_bytes) is not None:
+                ranges[-1] = (start, size + num_bytes)
+                continue
+        ranges.append((offset, num_bytes))
+    return ranges
 
 
 def _value(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor | np.ndarray:

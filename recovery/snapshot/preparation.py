@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -71,10 +71,13 @@ class Preparation:
             self.outlines = outlines
             self._arena = arena
 
-    def touch(self) -> None:
-        """The pages are there. May take long: not for the training thread, unless there are few."""
+    def touch(self, pace: Callable[[float], bool] | None = None) -> None:
+        """The pages are there. May take long: not for the training thread, unless there are few.
+
+        ``pace``: as for ``Arena.touch``.
+        """
         assert self._arena is not None
-        self._arena.touch()
+        self._arena.touch(pace)
         self.ready = True
 
 

@@ -97,6 +97,7 @@ class Snapshots:
             self._digester,
             SideStream(device),
             measure_in_step_bytes=config.measure_in_step_bytes,
+            touch_share=config.touch_share,
             on_captured=self._captured,
             on_waited=reports.waited,
         )

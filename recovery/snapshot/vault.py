@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from recovery.types import MIB
 
 logger = logging.getLogger(__name__)
 
-_TOUCH_STEP_BYTES = 4 * MIB
+_TOUCH_STEP_BYTES = 2 * MIB
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; from <linux/mman.h>: faults pages in for writing and leaves their content alone
 
 
@@ -50,10 +51,15 @@ class Arena:
         self.num_bytes = data.numel()
         self._touched = touched
 
-    def touch(self) -> None:
+    def touch(self, pace: Callable[[float], bool] | None = None) -> None:
         """Every page is backed by memory; the content is unchanged. Safe beside writers; gives up the GIL.
 
         Does nothing where the system cannot do so without writing: there the vault touches before it hands out.
+
+        Args:
+            pace: Called after each stretch of a few MiB with the seconds that it took; may rest, and says whether to
+                go on. Memory that nobody used before comes at a fraction of a copy's speed, and training, which takes
+                memory for its gradients, waits for the same kernel meanwhile.
         """
         populate = _populate()
         if self._touched or populate is None:
@@ -61,10 +67,13 @@ class Arena:
         base = self.data.data_ptr()
         for offset in range(0, self.num_bytes, _TOUCH_STEP_BYTES):
             length = min(_TOUCH_STEP_BYTES, self.num_bytes - offset)
+            began = time.perf_counter()
             if populate(base + offset, length, _MADV_POPULATE_WRITE) != 0:
                 code = ctypes.get_errno()
                 # Not touched is only slower: the page comes when it is written.
                 logger.warning("cannot touch memory ahead: %s", errno.errorcode.get(code, os.strerror(code)))
+                return
+            if pace is not None and not pace(time.perf_counter() - began):
                 return
         self._touched = True
 

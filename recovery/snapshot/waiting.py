@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -45,6 +46,9 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._requests))
 
     def add(self, request: Request) -> None:
         """Somebody waits from now on."""

@@ -15,6 +15,7 @@ from recovery.events import Recorder, SnapshotCaptured, TrainingThreadWaited
 from recovery.snapshot import Lease, SnapshotConfig, StallCause, capture, frozen
 from recovery.snapshot.copy_jobs import CopyJobs
 from recovery.snapshot.hooks import SILENT_STEPS
+from recovery.snapshot.preparation import Preparation
 from recovery.state.live_part import LivePart
 from recovery.types import Cut, PartClass, PartName, Version
 from tests.unit.snapshot.reader import until
@@ -201,6 +202,33 @@ def test_the_instant_before_the_first_step_is_captured_whatever_is_ready(config:
         donor.step(says_boundary=True)
         assert donor.check(future) == Cut(version, 0)
         assert donor.check(joiner) == Cut(version, 0), "they share it"
+
+
+def test_memory_is_touched_at_leisure_unless_training_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = threading.Semaphore(0)
+    rest = capture.PrivateCapture._rest
+
+    def noted(self: capture.PrivateCapture, preparation: Preparation, seconds: float) -> bool:
+        rests.release()
+        return rest(self, preparation, 1000.0)  # a thousand seconds' worth of touching, to be rested from
+
+    monkeypatch.setattr(capture.PrivateCapture, "_rest", noted)
+    donor = Donor(IN_BACKGROUND)
+    with donor.snapshots:
+        future = donor.ask()
+        donor.snapshots.inner_boundary()
+        assert rests.acquire(timeout=20)
+        donor.step(says_boundary=True)
+        assert not future.done()
+        with donor.snapshots.standing():
+            donor.check(future)
+    donor = Donor(IN_BACKGROUND)
+    with donor.snapshots:
+        waiting = donor.ask()
+        donor.snapshots.inner_boundary()
+        assert rests.acquire(timeout=20)
+    with pytest.raises(DonorRefused, match="closing"):  # and closing does not wait for the rest
+        waiting.result(20)
 
 
 def test_memory_for_a_boundary_is_touched_before_it() -> None:

@@ -44,6 +44,7 @@ def test_copying_ahead_begins_when_readers_fall_behind(
         ("digest_timeout_seconds", -1.0),
         ("copy_ahead_share", 0.0),
         ("copy_ahead_share", 1.5),
+        ("touch_share", 0.0),
         ("measure_in_step_bytes", -1),
     ],
 )

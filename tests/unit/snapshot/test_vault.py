@@ -114,3 +114,21 @@ _, status = os.waitpid(child, 0)
 assert status == 0 and arena.data.eq(7).all()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.skipif(vault_module._populate() is None, reason="the system cannot touch without writing")
+def test_touching_rests_where_asked_and_stops_where_told() -> None:
+    arena = Vault(64 * MIB).reserve(10 * MIB)
+    assert arena is not None
+    stretches: list[float] = []
+
+    def pace(seconds: float) -> bool:
+        stretches.append(seconds)
+        return len(stretches) < 3
+
+    arena.touch(pace)
+    assert len(stretches) == 3
+    assert all(seconds > 0 for seconds in stretches)
+    arena.touch()
+    arena.touch(pace)
+    assert len(stretches) == 3, "all of it is touched"
