@@ -172,6 +172,7 @@ def main() -> int:
         for part in (part for part in PARTS if part in options.parts):
             PARTS[part](record, folder, options)
             write(record, options.out)
+    write(record, options.out)
     bounds = [] if "seeds" not in record else figures.storm_bounds(record)
     bounds += figures.churn_bounds(record) if "churn" in record and "seeds" in record else []
     for bound in bounds:
