@@ -226,7 +226,7 @@ HEAVY: dict[str, Any] = {
     "hidden": 30_000,
     "step_seconds": 0.1,
     "report_steps": True,
-    "agent": {"inner_steps_per_phase": 18, "recover_timeout_seconds": 80.0},
+    "agent": {"inner_steps_per_phase": 18, "recover_timeout_seconds": 80.0, "progress_timeout_seconds": 30.0},
 }
 """5.5 MB of outer parts, half as much a plain entry, 5.8 MB of private parts, phases of about 1.8 s."""
 OUTER_BYTES = 2 * 4 * (16 + 1 + 2 + 4) * HEAVY["hidden"]
@@ -247,12 +247,10 @@ def heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def cap(run: SteeredRun, outer_copies_a_period: float) -> None:
     """Cap the member that serves, by the period that the run has on this machine now."""
-    run.advance()
-    began = time.monotonic()
-    run.advance()
-    period = time.monotonic() - began
+    run.advance(2)
+    before, after = [m["at"] for m in run.members[0].heard if m["say"] == "boundary"][-2:]
     with run.fleet.operator() as operator:
-        operator.set_rate(run.members[0].name, int(outer_copies_a_period * OUTER_BYTES / period))
+        operator.set_rate(run.members[0].name, int(outer_copies_a_period * OUTER_BYTES / (after - before)))
 
 
 @pytest.mark.parametrize(("heavy", "at_most"), [("plain", 3), ("int8", 2)], indirect=["heavy"])

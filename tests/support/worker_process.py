@@ -246,7 +246,8 @@ def main(plan: dict[str, Any]) -> int:
                     time.sleep(max(0.0, float(plan.get("step_seconds", 0.0)) - (time.monotonic() - began)))
                 with agent.boundary() as boundary:
                     toy.apply(boundary.average(toy.pseudo_gradients))
-                voice.say("boundary", version=agent.version, loss=loss, parts=parts_digest(agent, toy))
+                at = time.monotonic()
+                voice.say("boundary", version=agent.version, loss=loss, parts=parts_digest(agent, toy), at=at)
     except RecoveryError as error:
         voice.say("error", error=error.kind, message=str(error))
         return 1
