@@ -40,7 +40,7 @@ def test_forked_loader_workers_beside_a_serving_worker(loader_first: bool) -> No
     snapshots.start()
     version = FIRST
     failures: list[BaseException] = []
-    rounds = 25
+    rounds = 8
     for _ in range(rounds):
         expected = trainee.reference(PartClass.REPLICATED)
         snapshots.publish(version)
