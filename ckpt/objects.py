@@ -28,7 +28,7 @@ READING = ".reading-"
 PIN_SECONDS = 6 * 3600.0
 """A reader's mark on an object store counts for this long: a reader that was killed cannot take it away."""
 
-_PART_BYTES = 16 * MIB
+_PART_BYTES = 50 * MIB
 _MAX_PARTS = 5000
 
 _READING = re.compile(r"\.reading-[0-9a-f]{16}")
@@ -89,7 +89,7 @@ class _ObjectWritable:
     def __init__(self, fs: Any, path: str, num_bytes: int) -> None:
         self._fs = fs
         self._path = path
-        # Small parts keep the server busy while the next one is prepared; it takes 10,000 at most.
+        # Parts of one upload go one after the other, so that large ones cost least; a server takes 10,000 at most.
         block = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS // MIB) * MIB)
         with _translated(f"writing {path}"):
             self._file = fs.open(path, "wb", block_size=block)
