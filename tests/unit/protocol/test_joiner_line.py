@@ -47,18 +47,29 @@ class Silence:
         self._closed.set()
 
 
+class NotWoken:
+    """A receive of which a part has come: gloo does not wake who waits for it when the link is shut."""
+
+    def __init__(self, let_go: threading.Event) -> None:
+        self._let_go = let_go
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._let_go.wait(timeout_seconds)
+        raise DonorLost("shut long ago")
+
+
 class Rig:
     """A line over a link in memory, and what it has reported."""
 
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[JoinerEvent] = queue.SimpleQueue()
-        self.donor, joiner = memory_link_pair(LANES)
+        self.donor, self.joiner = memory_link_pair(LANES)
         self.line = DonorLine(
             PEER,
             self.reports.put,
             dial=lambda peer: Silence(),
             probe=None,
-            open_link=lambda *where: joiner,
+            open_link=lambda *where: self.joiner,
             seal=lambda link, key, scope, donor: link,
             data_host="here",
         )
@@ -149,13 +160,19 @@ def test_what_goes_wrong_with_a_whole_flight_ends_the_donor_by_name(rig: Rig) ->
 
 def test_what_was_held_back_is_told_before_the_line_is_quiet(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joiner_line, "_TOLD_SECONDS", 1e9)
-    landed = threading.Event()
+    landed, let_go = threading.Event(), threading.Event()
     rig.post(torch.zeros(100, dtype=torch.uint8), {1: 0}, landed.set)
-    rig.post(torch.zeros(100, dtype=torch.uint8), {2: 0}, never)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.joiner, "receive", lambda lane, tag, into: NotWoken(let_go))
+        rig.post(torch.zeros(100, dtype=torch.uint8), {2: 0}, never)
     rig.send(1, 0, 100)
     assert landed.wait(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while not rig.line._untold and time.monotonic() < deadline:
+        time.sleep(0.001)  # between the two the thread has nothing to be seen by
     rig.line.drop("the test has seen enough")
     told = [rig.next()]
     while not isinstance(told[-1], Quiet):
         told.append(rig.next())
+    let_go.set()
     assert Arrived(PEER.name, 1) in told[:-1]
