@@ -20,15 +20,8 @@ import grpc
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control.channel import server_options
 from recovery.control.conversation import StreamConversation
-from recovery.control.peer_client import (
-    MAX_PROBE_BYTES,
-    Conversation,
-    ProbeResult,
-    dial,
-    dial_at_once,
-    probe,
-    probe_any,
-)
+from recovery.control.peer_client import Conversation, dial, dial_at_once
+from recovery.control.peer_probe import MAX_PROBE_BYTES, ProbeResult, probe, probe_any
 from recovery.control.rpc_errors import abort_details
 from recovery.control.security import RequireToken, SecurityConfig
 from recovery.control.wire import from_proto, to_proto

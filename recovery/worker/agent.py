@@ -124,7 +124,7 @@ class Agent:
         self._publications = Publications(context, self._epochs)
         self._reporter = Reporter(context)
         self._checkpoints = Checkpoints(context)
-        peers = PeerSource(context)
+        peers = PeerSource(context, lambda: [self._peer_server.address])
         chain = Chain(context, peers, self._checkpoints, replay)
         self._donors = DonorLoop(context)
         self._orders = OrderDesk(context, self._checkpoints, self._donors, peers)

@@ -19,7 +19,8 @@ import pytest
 from protos.recovery.v1 import coordinator_pb2, peer_pb2
 from recovery.control.inputs import Attached, Detached, Received
 from recovery.control.operator_client import OperatorClient
-from recovery.control.peer_client import dial, probe
+from recovery.control.peer_client import dial
+from recovery.control.peer_probe import probe
 from recovery.control.peer_service import DonorConversation, PeerServer
 from recovery.errors import CoordinatorUnreachable, DonorLost
 from recovery.types import MIB, Address
@@ -362,7 +363,7 @@ def test_a_restarted_worker_is_told_from_its_former_process(tmp_path: Path) -> N
 BUSY_FORKS = """
 import multiprocessing, sys
 from recovery.control.client import CoordinatorClient
-from recovery.control.peer_client import probe
+from recovery.control.peer_probe import probe
 from recovery.control.peer_service import PeerServer
 from recovery.control.security import SecurityConfig
 from tests.support.scripted_machine import hello

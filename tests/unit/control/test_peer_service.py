@@ -12,7 +12,8 @@ import pytest
 
 from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control import conversation as conversation_module
-from recovery.control.peer_client import dial, dial_at_once, probe, probe_any
+from recovery.control.peer_client import dial, dial_at_once
+from recovery.control.peer_probe import probe, probe_any
 from recovery.control.peer_service import DonorConversation, PeerServer
 from recovery.control.rpc_errors import status_code
 from recovery.control.security import SecurityConfig

@@ -13,7 +13,8 @@ from protos.recovery.v1 import peer_pb2, peer_pb2_grpc
 from recovery.control.channel import open_channel
 from recovery.control.conversation import StreamConversation
 from recovery.control.operator_client import OperatorClient
-from recovery.control.peer_client import dial, probe
+from recovery.control.peer_client import dial
+from recovery.control.peer_probe import probe
 from recovery.control.peer_service import PeerServer
 from recovery.control.rpc_errors import status_code
 from recovery.control.security import SecurityConfig, is_loopback
