@@ -7,6 +7,7 @@ is in ``tests/chaos/test_wan_faults.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ pytestmark = needs_namespaces
 STATE_BYTES = 24 * MIB
 WINDOW_BYTES = 12 * MIB
 """What may be in flight from one donor at these rates, rounded up to whole chunks."""
+LATE_BYTES = 4 * MIB
+"""What may be asked of two at the end because it comes late."""
 WITH_HEADERS = 1.1
 """Bytes on the wire to bytes of payload: headers, letters and what TCP repeats."""
 
@@ -47,7 +50,7 @@ def links(wan: Wan) -> None:
     wan.stats(reset=True)
 
 
-@pytest.mark.parametrize("congestion_control", ["bbr", pytest.param(None, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("congestion_control", ["bbr", None])
 def test_a_far_and_lossy_donor_brings_every_byte(scene: Scene, congestion_control: str | None) -> None:
     donors = scene.donors(1, congestion_control=congestion_control)
     joiner = scene.joiner(congestion_control=congestion_control)
@@ -55,19 +58,18 @@ def test_a_far_and_lossy_donor_brings_every_byte(scene: Scene, congestion_contro
     joiner.begin(donors, bbr=congestion_control is not None)
     result = joiner.result()
     assert result.error == ""
-    assert result.payload_bytes == result.total_bytes == STATE_BYTES
+    assert STATE_BYTES == result.total_bytes <= result.payload_bytes <= STATE_BYTES + LATE_BYTES
     assert result.lanes == (16 if congestion_control else 64)
     assert scene.wan.stats().hosts["d0"].up.drop_loss > 0, "the link lost packets"
 
 
 def test_three_donors_behind_their_uplinks_share_the_work(scene: Scene) -> None:
-    for host in DONORS:
-        scene.wan.set(host, up="100mbit")
+    scene.uplinks("100mbit")
     joiner = scene.joiner()
     joiner.begin(scene.donors())
     result = joiner.result()
     assert result.error == ""
-    assert result.payload_bytes == STATE_BYTES
+    assert STATE_BYTES <= result.payload_bytes <= STATE_BYTES + LATE_BYTES
     assert min(result.arrived.values()) > 0.2 * STATE_BYTES
 
 
@@ -81,13 +83,28 @@ def test_a_slow_donor_is_asked_for_less(scene: Scene) -> None:
     assert result.arrived["d2"] < min(result.arrived["d0"], result.arrived["d1"]) / 2
 
 
-@pytest.mark.parametrize(("fault", "moment"), [("killed", 0.5), ("frozen", 0.1)])
+@pytest.mark.parametrize(("fault", "moment"), [("killed", 0.5), ("frozen", 0.1), ("cut", 0.9), ("throttled", 0.5)])
 def test_the_others_finish_when_a_donor_fails(scene: Scene, fault: str, moment: float) -> None:
-    for host in DONORS:
-        scene.wan.set(host, up="50mbit")
+    scene.uplinks("50mbit")
     result = scene.with_fault(fault, moment)
     assert result.error == ""
     assert scene.moved_bytes() <= WITH_HEADERS * (STATE_BYTES + WINDOW_BYTES)
+
+
+def test_a_joiner_that_was_killed_goes_on_from_its_spool(scene: Scene, tmp_path: Path) -> None:
+    scene.uplinks("50mbit")
+    _, result = scene.joiner_struck("killed", 0.5, tmp_path / "spool")
+    assert result.error == ""
+    # It was killed when the last of them was verified, perhaps before that one was in the spool.
+    assert result.reused_bytes >= 0.5 * STATE_BYTES - 4 * MIB
+    assert result.payload_bytes <= STATE_BYTES - result.reused_bytes + LATE_BYTES
+
+
+def test_a_bystander_that_freezes_is_nobodys_concern(scene: Scene) -> None:
+    scene.uplinks("50mbit")
+    result = scene.bystander_struck("frozen", 0.5)
+    assert (result.error, result.failures) == ("", {})
+    assert result.payload_bytes <= STATE_BYTES + LATE_BYTES
 
 
 def test_a_trickle_succeeds(scene: Scene) -> None:

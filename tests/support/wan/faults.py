@@ -60,8 +60,12 @@ def _cut(wan: Wan, victim: Victim) -> None:
 
 
 def _was_cut(wan: Wan, victim: Victim) -> None:
-    link = wan.stats().hosts[victim.host]
-    assert link.up.drop_cut + link.down.drop_cut > 0
+    def dropped() -> bool:
+        link = wan.stats().hosts[victim.host]
+        return link.up.drop_cut + link.down.drop_cut > 0
+
+    # At the latest the next keepalive ping of a conversation runs into it.
+    wait_until(dropped, what=f"a packet of {victim.host} that the cut dropped")
 
 
 def _throttle(wan: Wan, victim: Victim) -> None:
