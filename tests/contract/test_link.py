@@ -223,6 +223,7 @@ def test_an_expired_wait_breaks_the_link(make_pair: MakePair) -> None:
 
 
 def test_each_transfer_is_waited_for_once(make_pair: MakePair) -> None:
+    """As reported in pytorch/gloo#308."""
     with make_pair(1) as (donor, joiner):
         receiving = joiner.receive(0, 0, torch.zeros(10, dtype=torch.uint8))
         sending = donor.send(0, 0, some_bytes(10))

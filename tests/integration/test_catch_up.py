@@ -259,6 +259,7 @@ def test_first_roster_soon_after_the_base(heavy: SteeredRun, at_most: int) -> No
 
     So the ratios hold on any machine, and the number of boundaries between the base and the joiner's first roster says
     how many times it had to fetch anything.
+    Reported in learning-at-home/hivemind#443.
     """
     run, donor = heavy, heavy.members[0]
     cap(run, 1 / BASE_PERIODS)

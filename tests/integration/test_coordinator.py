@@ -182,6 +182,7 @@ def test_operators_commands_do_not_load_torch(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    """As reported in pytorch/pytorch#191560."""
     with CoordinatorProcess(tmp_path) as first:
         state = str(tmp_path / "other")
         arguments = ["--run-id", RUN, "--new-run", "--state-dir", state, "--listen", str(first.address)]
@@ -315,7 +316,7 @@ def test_a_frozen_worker_is_lost_in_lease_time_and_may_come_back(tmp_path: Path)
 
 
 def test_a_worker_that_holds_the_interpreters_lock_keeps_its_lease(tmp_path: Path) -> None:
-    """FlagScale#1267: a process marked dead while it was only busy writing a checkpoint."""
+    """FlagOpen/FlagScale#1267: a process marked dead while it was only busy writing a checkpoint."""
     machine = ScriptedMachine()
     with coordinator(tmp_path, machine) as server, worker(server.address) as process:
         process.line("told welcome")
@@ -401,7 +402,10 @@ def test_children_forked_beside_live_streams_end_and_harm_nothing(tmp_path: Path
 
 
 def test_strangers_bytes_neither_end_a_server_nor_fill_its_memory(tmp_path: Path) -> None:
-    """aws-do-eks and others: a port that believes announced sizes. Random bytes, HTTP, HTTP/2 with huge lengths."""
+    """aws-do-eks and others: a port that believes announced sizes. Random bytes, HTTP, HTTP/2 with huge lengths.
+
+    Reported in InternLM/lmdeploy#4804.
+    """
     seed = 20260101
     chaos = random.Random(seed)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -499,7 +503,10 @@ def test_one_lost_conversation_does_not_touch_another(donor: tuple[ChildProcess,
 
 
 def test_the_advertised_address_is_the_one_that_is_bound() -> None:
-    """aws-do-eks#50: a listener on whatever the host name resolves to. Only the interface that was named may answer."""
+    """aws-do-eks#50: a listener on whatever the host name resolves to. Only the interface that was named may answer.
+
+    Reported in meta-pytorch/torchft#329.
+    """
     with PeerServer("127.0.0.2", 0, lambda side: None, PLAIN) as server:
         assert server.address.host == "127.0.0.2"
         assert probe(server.address, PLAIN).address == server.address

@@ -106,6 +106,7 @@ def test_killed_donor_is_replaced_by_another(tmp_path: Path) -> None:
 
 
 def test_killed_bystander_disturbs_nobody(tmp_path: Path) -> None:
+    """As reported in PrimeIntellect-ai/prime-diloco#118."""
     with Fleet(tmp_path) as fleet:
         others = [fleet.worker(f"w{i}", seed=i, agent={**CAPPED, "donor_slots": 1}, **LARGE) for i in range(3)]
         for other in others:

@@ -166,6 +166,7 @@ def test_delta_moves_only_what_differs() -> None:
 
 
 def test_a_restarted_joiner_takes_what_it_has_from_its_spool(tmp_path: Path) -> None:
+    """As reported in gensyn-ai/rl-swarm#377."""
     wires = Wires()
     outer = outer_state()
     for kept_fraction in (0.0, 1.0):

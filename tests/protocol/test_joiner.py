@@ -125,6 +125,7 @@ def test_private_parts_have_no_place_among_replicated_ones() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_keep_to_the_agreement_ends_the_donor(letters: list[DonorLetter]) -> None:
+    """As reported in pytorch/pytorch#113376."""
     machine = started("d0", "d1")
     assert isinstance(only(hear(machine, "d0", *letters), io.Drop), io.Drop)
     assert set(machine.failures) == {"d0"}
@@ -180,6 +181,7 @@ def pulling(config: JoinerConfig | None = None) -> tuple[JoinerMachine, io.Post]
 
 
 def test_a_trickle_is_progress_and_standing_still_is_not() -> None:
+    """As reported in learning-at-home/hivemind#455."""
     machine, _ = pulling(JoinerConfig(lanes=2, progress_seconds=10))
     for second in range(1, 100):
         assert not any(isinstance(action, io.Drop) for action in machine.handle(io.Tick({"d0": second}), 5.0 * second))

@@ -148,6 +148,7 @@ def test_a_failed_donor_gives_way_and_the_transfer_goes_on() -> None:
 
 
 def test_a_state_that_is_behind_by_the_time_it_arrives_is_based_anew() -> None:
+    """As reported in NousResearch/nousnet#33."""
     script = Script()
     version = script.start("a")
     script.attach("j")

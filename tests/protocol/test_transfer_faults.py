@@ -131,6 +131,7 @@ def test_a_damaged_packed_chunk_never_reaches_the_destination() -> None:
 
 
 def test_a_second_damaged_chunk_ends_the_donor() -> None:
+    """As reported in NVIDIA/Megatron-LM#5281."""
     struck = []
 
     def fault(donor: SimulatedDonor, send: donor_io.Send, data: torch.Tensor) -> torch.Tensor:
@@ -183,6 +184,7 @@ def test_a_donor_dies(percent: int) -> None:
 
 @pytest.mark.parametrize("percent", [10, 50, 90])
 def test_a_frozen_donor_is_left(percent: int) -> None:
+    """As reported in NousResearch/nousnet#61."""
     simulation = Simulation(donors(2), config=SMALL, choose=random.Random(percent).randrange)
     frozen: list[str] = []
 
@@ -331,7 +333,10 @@ def test_a_lie_under_the_right_fingerprint_does_not_win(seed: int) -> None:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_whatever_happens_memory_is_whole_or_the_ledger_is_true(data: st.DataObject) -> None:
-    """Random schedules with flips, cuts, losses, kills, freezes and outer steps."""
+    """Random schedules with flips, cuts, losses, kills, freezes and outer steps.
+
+    Reported in MoonshotAI/checkpoint-engine#40.
+    """
     rng = random.Random(data.draw(st.integers(0, 2**32), label="schedule"))
     num_donors = data.draw(st.integers(1, 3), label="donors")
     own = [copy.deepcopy(OUTER) for _ in range(num_donors)]

@@ -58,7 +58,10 @@ def test_a_remote_worker_keeps_what_others_can_reach() -> None:
     ],
 )
 def test_a_remote_worker_with_loopback_alone_is_refused_by_name(said: coordinator_pb2.Hello, what: str) -> None:
-    """aws-do-eks#50 and others: the wrong interface is found out in minutes of silence; here at the hello."""
+    """aws-do-eks#50 and others: the wrong interface is found out in minutes of silence; here at the hello.
+
+    Reported in sgl-project/sglang#3226.
+    """
     with pytest.raises(BadConfiguration, match=rf"w0 comes from 10\.0\.0\.2 but advertises {what}.*data_host"):
         without_loopback(said, "ipv4:10.0.0.2:1", OWN)
 

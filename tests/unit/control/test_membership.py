@@ -103,6 +103,7 @@ versions = st.builds(Version, st.integers(0, 4), st.integers(0, 8)).map(lambda v
 def test_only_the_committed_version_with_its_fingerprint_gives_authority(
     held: Version, fingerprint: bytes, lineage: int, step: int, unsealed: bool
 ) -> None:
+    """As reported in learning-at-home/hivemind#415."""
     record = record_at(lineage, step, unsealed=unsealed)
     standing, why = placed(record, member("x", held, fingerprint), beginning=None)
     if standing is Standing.READY:

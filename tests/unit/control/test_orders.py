@@ -232,6 +232,7 @@ def test_a_resync_whose_time_is_over_no_longer_insists_on_its_donor() -> None:
 
 
 def test_rollback_to_a_checkpoint_asks_one_worker_after_the_other_and_never_the_last_holder() -> None:
+    """As reported in learning-at-home/hivemind#446."""
     script = Script(offer_answer_seconds=10.0)
     version = script.start("a", "b")
     for _ in range(3):

@@ -274,6 +274,7 @@ def test_an_ipv6_address_works_like_any_other() -> None:
 
 
 def test_every_address_that_fails_is_named_with_its_reason(donor: Donor) -> None:
+    """As reported in GradientHQ/parallax#286."""
     dead = Address("127.0.0.1", closed_port())
     beyond = Address("192.0.2.1", 4711)
     with pytest.raises(PeerUnreachable) as caught:

@@ -93,6 +93,7 @@ def test_nameless_things_are_refused(scope: str, key: str) -> None:
 
 
 def test_an_ended_scope_takes_those_below_it_along_and_is_not_begun_again() -> None:
+    """As reported in MoonshotAI/checkpoint-engine#106."""
     found = table()
     found.set("transfer/7/1/w2", "a", b"1")
     found.set("transfer/71", "a", b"1")

@@ -187,6 +187,7 @@ def test_a_diverged_state_is_replaced_after_the_seal() -> None:
 
 
 def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
+    """As reported in NousResearch/nousnet#357."""
     script = Script()
     version = script.start("a", "b")
     for _ in range(3):
@@ -367,6 +368,7 @@ def test_an_unknown_history_is_turned_away_after_its_deadline() -> None:
 
 
 def test_strangers_are_refused_by_name() -> None:
+    """As reported in learning-at-home/hivemind#624."""
     script = Script()
     script.start("a")
     cases: dict[str, dict[str, object]] = {
@@ -385,6 +387,7 @@ def test_strangers_are_refused_by_name() -> None:
 
 
 def test_the_same_name_twice() -> None:
+    """As reported in meta-pytorch/torchft#63."""
     script = Script()
     script.start("a", "b")
     script.attach("b", incarnation="i2")
@@ -438,6 +441,7 @@ def test_resync_is_one_order_and_one_answer_each() -> None:
 
 
 def test_a_fresh_worker_alone_in_a_run_with_history_is_never_its_origin() -> None:
+    """As reported in nicholicaron/ft-diloco (operator's log)."""
     script = Script()
     version = script.start("a", "b")
     script.step("a", "b", at=version)

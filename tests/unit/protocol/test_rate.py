@@ -126,6 +126,7 @@ class TestLimiter:
             limiter.acquire(share, 1)
 
     def test_two_joiners_share_a_cap_however_many_lanes_they_have(self) -> None:
+        """As reported in NousResearch/nousnet#260."""
         limiter = RateLimiter(40 * MIB)
         served = {"many": 0, "one": 0}
         stop = threading.Event()

@@ -229,6 +229,7 @@ def test_memory_goes_back_with_the_last_lease(donor: Donor) -> None:
 
 
 def test_a_reader_that_never_reads_loses_its_lease_by_the_deadline(donor: Donor) -> None:
+    """As reported in learning-at-home/hivemind#401."""
     lease = donor.snapshots.lease_outer(FIRST, "asleep")
     donor.clock.advance(SnapshotConfig().lease_deadline_seconds)
     assert until(lambda: donor.snapshots.num_leases == 0), "the keeper ends it by itself"
@@ -511,6 +512,7 @@ def test_life() -> None:
 
 
 def test_prefault_keeps_touched_memory_and_gives_it_to_the_first_joiner() -> None:
+    """As reported in dlrover/dlrover#1225."""
     donor = Donor(SnapshotConfig(prefault=True, copy_ahead=False))
     with donor.snapshots:
         vault = donor.snapshots.vault

@@ -114,7 +114,10 @@ def test_a_group_averages_and_closes(size: int) -> None:
 
 
 def test_a_blocked_collective_ends_when_one_rank_shuts() -> None:
-    """Covers what pytorch's abort and shutdown do not: they return while the collective stays blocked."""
+    """Covers what pytorch's abort and shutdown do not: they return while the collective stays blocked.
+
+    Reported in meta-pytorch/torchft#196.
+    """
     handles = make_group(3)
     raised: list[str] = []
     blocked = threading.Barrier(3)
