@@ -18,6 +18,7 @@ from recovery.control.security import is_loopback
 from recovery.control.wire import from_proto
 from recovery.errors import DonorRefused, RecoveryError
 from recovery.events import Event, TransferProgress
+from recovery.protocol.carry_over import carry_over
 from recovery.protocol.ports import OnManifest
 from recovery.protocol.session import (
     JOURNAL,
@@ -231,9 +232,13 @@ class PeerSource:
 
     def _on_manifest(self, role: Role, manifest: Manifest) -> Mapping[PartName, PartBytes]:
         kept = self._restorations.get(role)
-        if kept is None or kept.manifest.parts != manifest.parts:
-            kept = self._prepare(role, manifest)
-        return {name: kept.destination(name) for name in kept.part_names}
+        if kept is not None and kept.manifest.parts == manifest.parts:
+            return _destinations(kept)
+        made = _destinations(self._prepare(role, manifest))
+        if kept is not None:
+            # What the worker has no tensors for yet (an optimizer's first state) is in the last attempt's memory only.
+            carry_over(self._ledger, manifest, _destinations(kept), made)
+        return made
 
     def _prepare(self, role: Role, manifest: Manifest) -> Restoration:
         state = self._context.state
@@ -291,3 +296,7 @@ class PeerSource:
             timeout_seconds=self._context.config.progress_timeout_seconds,
             cancelled=cancelled,
         )
+
+
+def _destinations(restoration: Restoration) -> dict[PartName, PartBytes]:
+    return {name: restoration.destination(name) for name in restoration.part_names}

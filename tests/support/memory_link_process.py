@@ -1,4 +1,4 @@
-"""The other end of a gloo link, in a process: ``python -m tests.support.memory_link_process ROLE FOLDER HOW``.
+"""The other end of a gloo link, in a process: ``python -m tests.support.memory_link_process ROLE FOLDER HOW HOST``.
 
 It says "ready" on its standard output before it does what may end it, and "survived" if it is still there afterwards.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from recovery.errors import DonorLost
+from recovery.errors import DonorLost, PeerUnreachable
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, open_gloo_link
 from tests.support.memory_file_store import FileStore
 
@@ -18,9 +18,15 @@ EXPECTED_BYTES = 64
 SCOPE = "two processes"
 
 
-def main(role: str, folder: str, how: str) -> None:
+def main(role: str, folder: str, how: str, host: str = "127.0.0.1") -> None:
     rank = DONOR_RANK if role == "donor" else JOINER_RANK
-    link = open_gloo_link(FileStore(Path(folder)), SCOPE, rank=rank, host="127.0.0.1", lanes=1, timeout_seconds=60)
+    try:
+        link = open_gloo_link(FileStore(Path(folder)), SCOPE, rank=rank, host=host, lanes=1, timeout_seconds=6)
+    except PeerUnreachable as error:
+        print(f"refused: {error}", flush=True)
+        print("survived", flush=True)
+        sys.stdin.readline()
+        return
     if role == "joiner":
         transfer = link.receive(0, 0, torch.zeros(EXPECTED_BYTES, dtype=torch.uint8))
         print("ready", flush=True)
