@@ -23,6 +23,9 @@ from recovery.types import Address, Incarnation, WorkerId, WorkerRef
 from tests.support.fleet import Worker
 from tests.support.transfer_ends import Ends, attempt, ends, outcome, ready, report, restored
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes each: a machine that is busy with other work starts them slowly."""
+
 NUM_MIB = 32
 
 

@@ -7,6 +7,9 @@ import pytest
 from recovery.types import MIB
 from tests.support.transfer_ends import ends, outcome, ready, report, restored
 
+pytestmark = pytest.mark.timeout(300)
+"""Several processes each: a machine that is busy with other work starts them slowly."""
+
 WINDOW_BYTES = 16 * MIB
 ALLOWANCE_BYTES = 64 * MIB
 PLANNER = {"max_window_bytes": WINDOW_BYTES}

@@ -5,7 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.transfer_ends import Ends, attempt, ends, outcome, ready, restored
+
+pytestmark = pytest.mark.timeout(300)
+"""Several processes each: a machine that is busy with other work starts them slowly."""
 
 NUM_MIB = 64
 SMALL_WINDOW = {"min_window_bytes": 4 << 20, "max_window_bytes": 8 << 20, "near_window_share": 0.02}
