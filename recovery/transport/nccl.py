@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from recovery.errors import BadConfiguration, DonorLost, MisuseError, PeerUnreac
 from recovery.transport.link import MAX_LANES, Transfer, check_message
 from recovery.transport.process_group import DONOR_RANK, JOINER_RANK
 from recovery.transport.rendezvous_store import ControlStore
+from recovery.transport.state_dict import post_receive, post_send
 from recovery.types import KeyValue
 
 _HEADER_WORDS = 2
@@ -42,16 +43,6 @@ def nccl_unavailable(num_devices: int = 1) -> str:
     return ""
 
 
-class _Group(Protocol):
-    """What is used of torch's NCCL group."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def abort(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Posted:
     """A send or receive that was posted; ``ended`` is set once, with or without an error."""
@@ -66,7 +57,7 @@ class _Posted:
 class NcclLink:
     """One end of a link: an NCCL group and a thread for each lane. Made by ``open_nccl_link``."""
 
-    def __init__(self, groups: list[_Group], stores: list[ControlStore], rank: int, device: int) -> None:
+    def __init__(self, groups: list[dist.ProcessGroup], stores: list[ControlStore], rank: int, device: int) -> None:
         self._groups = groups
         self._stores = stores  # NCCL calls back into them: they live as long as the groups
         self._rank = rank
@@ -165,8 +156,8 @@ class NcclLink:
                 while (posted := self._sends[lane].get()) is not None:
                     header = torch.tensor([posted.tag, posted.memory.numel()], dtype=torch.int64, device=self._device)
                     payload = posted.memory.pin_memory().to(self._device, non_blocking=True)
-                    self._finish(self._groups[lane].send([header], JOINER_RANK, 0))
-                    self._finish(self._groups[lane].send([payload], JOINER_RANK, 0))
+                    self._finish(post_send(self._groups[lane], header.view(torch.uint8), JOINER_RANK, 0))
+                    self._finish(post_send(self._groups[lane], payload, JOINER_RANK, 0))
                     self._moved += posted.memory.numel()
                     self._end(posted)
         except Exception as error:  # noqa: BLE001 - thread's root: the link is broken, its waits say why
@@ -181,7 +172,7 @@ class NcclLink:
             with torch.cuda.device(self._device), torch.cuda.stream(_new_stream(self._device)):
                 header = torch.zeros(_HEADER_WORDS, dtype=torch.int64, device=self._device)
                 while self._reason is None:
-                    self._finish(self._groups[lane].recv([header], DONOR_RANK, 0))
+                    self._finish(post_receive(self._groups[lane], header.view(torch.uint8), DONOR_RANK, 0))
                     tag, num_bytes = header.tolist()
                     posted = self._posted_for(lane, tag)
                     if posted is None:
@@ -189,7 +180,7 @@ class NcclLink:
                     if not 0 < num_bytes <= posted.memory.numel():
                         raise DonorLost(f"a message of {num_bytes} bytes came for a receive of {posted.memory.numel()}")
                     payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                    self._finish(self._groups[lane].recv([payload], DONOR_RANK, 0))
+                    self._finish(post_receive(self._groups[lane], payload, DONOR_RANK, 0))
                     with self._lock:
                         self._check_broken()  # the memory is no longer the link's
                         posted.memory[:num_bytes].copy_(payload)
@@ -270,7 +261,7 @@ def open_nccl_link(
     meeting = ControlStore(store, scope, timeout_seconds, cancelled)
     meeting.set(f"here/{rank}", b"1")
     meeting.wait([f"here/{1 - rank}"])
-    groups: list[_Group] = []
+    groups: list[dist.ProcessGroup] = []
     stores: list[ControlStore] = []
     try:
         with torch.cuda.device(device):
@@ -279,7 +270,7 @@ def open_nccl_link(
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(days=7)  # waits are bounded by the link's users, by progress
                 # A backend has the point-to-point calls of a process group; torch's stubs do not say so.
-                groups.append(cast(_Group, dist.ProcessGroupNCCL(stores[-1], rank, 2, options)))
+                groups.append(cast(dist.ProcessGroup, dist.ProcessGroupNCCL(stores[-1], rank, 2, options)))
     except RuntimeError as error:
         for group in groups:
             group.abort()

@@ -210,7 +210,8 @@ def test_convert_the_ancestors_golden_folders(tmp_path: Path, capsys: pytest.Cap
     for name in ("from-z", "from-c"):
         assert all(row["ok"] for row in call(capsys, "verify", tmp_path / name))
     (shown,) = call(capsys, "show", tmp_path / "from-c", "newest")
-    assert shown["records"] == {"trained_data_record": {"image": 12, "video": 3}}
+    assert shown["records"]["trained_data_record"] == {"image": 12, "video": 3}
+    assert list(shown["records"]["converted"]["absent"]) == ["outer_optimizer"]
 
 
 def test_errors_are_one_line_and_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -134,6 +135,15 @@ def command(*arguments: str) -> ChildProcess:
 
 def worker(address: Address, worker_id: str = "w0", incarnation: str = "i1") -> ChildProcess:
     return ChildProcess(["-c", WORKER, str(address), worker_id, incarnation])
+
+
+def becomes_true(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > ends:
+            return False
+        threading.Event().wait(0.02)
+    return True
 
 
 def pull(lane: int) -> peer_pb2.JoinerLetter:
@@ -537,4 +547,4 @@ def test_no_descriptor_and_no_thread_stays_behind(tmp_path: Path) -> None:
     for number in range(3, 13):
         once(number)
     assert own.num_fds() <= descriptors + 2
-    assert threading.active_count() <= threads
+    assert becomes_true(lambda: threading.active_count() <= threads), threading.enumerate()

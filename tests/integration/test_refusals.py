@@ -129,7 +129,7 @@ def test_coordinator_gone_at_a_boundary_is_waited_for(tmp_path: Path) -> None:
         (["status", "--coordinator", "127.0.0.1:9", "--timeout", "2"], ["127.0.0.1:9"]),
         (["status", "--coordinator", "nonsense"], ["nonsense", "host:port"]),
         (["coordinator", "--run-id", "bad/name", "--state-dir", "STATE", "--new-run"], ["bad/name"]),
-        (["coordinator", "--run-id", "nothing-here", "--state-dir", "STATE"], ["--new-run"]),
+        (["coordinator", "--run-id", "nothing-here", "--state-dir", "STATE", "--listen", "127.0.0.1:0"], ["--new-run"]),
     ],
 )
 def test_commands_name_what_is_wrong(tmp_path: Path, options: list[str], needles: list[str]) -> None:

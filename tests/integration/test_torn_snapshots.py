@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from tests.unit.snapshot.reader import Reader, Temper, until
 from tests.unit.snapshot.trainee import FIRST, RUN, WORKER, Trainee
 
 BUDGET_BYTES = 400 * MIB
+GRACE_SECONDS = 20.0
+_COPY_SECONDS = 0.004
 RETRY = (DonorBusy, DonorRefused, NoDonorLeft)
 Reference = dict[str, tuple[bytes, bytes]]
 
@@ -48,7 +51,7 @@ class Hunt:
         self.trainee = Trainee(width=width, accumulate=2, seed=seed)
         self.events = Recorder()
         self.snapshots = self.trainee.snapshots(
-            SnapshotConfig(budget_bytes=BUDGET_BYTES, grace_seconds=20.0), events=self.events
+            SnapshotConfig(budget_bytes=BUDGET_BYTES, grace_seconds=GRACE_SECONDS), events=self.events
         )
         self.outer: dict[Version, Reference] = {}
         self.private: dict[Cut, Reference] = {}
@@ -197,7 +200,7 @@ def slow_copier(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slowly(live: LivePart, offset: int, out: torch.Tensor) -> None:
         if threading.current_thread().name == "snapshot-copy":
-            threading.Event().wait(0.004)
+            threading.Event().wait(_COPY_SECONDS)
         copy_range(live, offset, out)
 
     monkeypatch.setattr(capture, "copy_range", slowly)
@@ -221,7 +224,8 @@ def hunted(hunt: Hunt, *, snapshots: int, by_wire: int, in_flight: int, max_seco
     assert counts["bad chunks"] == 0, counts
     assert hunt.trainee.num_skipped > 0
     assert 0 < hunt.snapshots.vault.peak_bytes <= BUDGET_BYTES
-    assert until(lambda: hunt.snapshots.vault.used_bytes == 0), "memory of ended leases was not given back"
+    given_back = until(lambda: hunt.snapshots.vault.used_bytes == 0, GRACE_SECONDS + 20)  # some left to come back
+    assert given_back, "memory of ended leases was not given back"
     cuts = {event.cut.inner_step for event in hunt.events.of(SnapshotCaptured)}
     assert len(cuts) > 3, "captures at few places only"
 
@@ -252,6 +256,8 @@ def _no_void_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_wait_for_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateCapture, "_finish", PrivateCapture._read_scalars)
+    # Nobody waits for the copies now: they take several steps on the slowest machine too.
+    monkeypatch.setattr(sys.modules[__name__], "_COPY_SECONDS", 0.05)
 
 
 def _forward_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +303,6 @@ def test_hunt_notices(
 ) -> None:
     disable(monkeypatch)
     hunt = Hunt(seed=2, **who)
-    hunt.run(lambda n: n["snapshots"] >= 300, max_seconds=60)
+    hunt.run(lambda n: n["snapshots"] >= 2000, max_seconds=60)  # it ends with the first failure
     assert hunt.failures, f"the hunt passed with a protection disabled: {hunt.counts}"
     assert any(re.search(seen, failure) for failure in hunt.failures), hunt.failures

@@ -38,7 +38,7 @@ def test_a_transfer_takes_the_state_a_window_and_64_mib(num_mib: int, seal: bool
         done = restored(joiner, donor)
         assert done["payload_bytes"] == num_bytes
         at_joiner, at_donor = report(joiner), report(donor)
-        assert at_joiner["peak"] - before > num_bytes, "the measure sees the state"
+        assert at_joiner["peak"] - before > 0.95 * num_bytes, "the measure sees the state"
         assert at_joiner["peak"] - before <= num_bytes + WINDOW_BYTES + ALLOWANCE_BYTES
         assert at_donor["vault_bytes"] == 0
         assert at_donor["peak"] - idle <= ALLOWANCE_BYTES

@@ -244,6 +244,14 @@ def main(plan: dict[str, Any]) -> int:
                     loss = toy.inner_step()
                     agent.count_tokens(8)
                     time.sleep(max(0.0, float(plan.get("step_seconds", 0.0)) - (time.monotonic() - began)))
+                if plan.get("report_steps"):  # the place where the phase is over: a capture may take place there too
+                    voice.say(
+                        "step",
+                        version=agent.version,
+                        inner_step=toy.state.local_progress.inner_step,
+                        parts=parts_digest(agent, toy),
+                        next_rates=toy.next_learning_rates(20),
+                    )
                 with agent.boundary() as boundary:
                     toy.apply(boundary.average(toy.pseudo_gradients))
                 at = time.monotonic()

@@ -62,12 +62,12 @@ def call_list(operator: OperatorClient) -> object:
         (
             lambda operator: operator.drain("w1", drained=False, request_id="r"),
             pb.DrainRequest(request_id="r", run_id=RUN, worker_id="w1", drained=False),
-            None,
+            ANSWERS[pb.DrainRequest],
         ),
         (
             lambda operator: operator.cancel("t1", request_id="r"),
             pb.CancelRequest(request_id="r", run_id=RUN, transfer_id="t1"),
-            None,
+            ANSWERS[pb.CancelRequest],
         ),
         (
             lambda operator: operator.set_rate("w1", 5_000_000, request_id="r"),
