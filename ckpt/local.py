@@ -18,6 +18,8 @@ from recovery.types import MIB
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Without O_NONBLOCK a pipe that bears a manifest's name would hold whoever looks at the folder, for ever."""
 
+_NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOENT, errno.ENOSYS)
+
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 
@@ -100,11 +102,20 @@ class _LocalWritable:
     def __init__(self, files: FileSystem, path: Path) -> None:
         self._files = files
         self._path = str(path)
-        self._temporary = str(path.parent / _temporary_name(path.name))
-        self._descriptor = files.create(self._temporary)
-        # Held until the file has its name or is gone: a sweep takes only what no living process holds.
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        self._open = True
+        # Between its making and its lock another process may sweep the file away: then another one is made.
+        while True:
+            self._temporary = str(path.parent / _temporary_name(path.name))
+            self._descriptor = files.create(self._temporary)
+            self._open = True
+            try:
+                # Held until the file has its name or is gone: a sweep takes only what no living process holds.
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                if _is_at(self._descriptor, self._temporary):
+                    return
+            except BaseException:
+                self.abort()
+                raise
+            self._close()
 
     def write(self, data: memoryview) -> None:
         done = 0
@@ -219,17 +230,28 @@ class LocalStorage:
         self._make_folder(to.parent)
         temporary = str(to.parent / _temporary_name(to.name))
         try:
-            self._files.link(str(self._root / source), temporary)
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOENT, errno.ENOSYS):
-                return False  # no hard links here, too many of them, or the source is gone: the caller writes it
-            raise
+            held = os.open(self._root / source, _READ)
+        except FileNotFoundError:
+            return False  # the source is gone: the caller writes it
         try:
-            self._files.replace(temporary, str(to))
+            # The second name is a temporary file too: unlocked, another process's sweep would take it.
+            fcntl.flock(held, fcntl.LOCK_SH)
+            try:
+                self._files.link(str(self._root / source), temporary)
+            except OSError as error:
+                if error.errno in _NO_LINK:
+                    return False  # no hard links here, too many of them, or the source is gone: the caller writes it
+                raise
+            try:
+                if not _is_at(held, temporary):
+                    return False  # the source was replaced meanwhile: this is another file, and it is not locked
+                self._files.replace(temporary, str(to))
+            finally:
+                # rename() between two names of one file does nothing and leaves both.
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(temporary)
         finally:
-            # rename() between two names of one file does nothing and leaves both.
-            with contextlib.suppress(FileNotFoundError):
-                self._files.unlink(temporary)
+            os.close(held)
         return True
 
     def delete(self, path: str) -> None:
@@ -274,11 +296,10 @@ class LocalStorage:
         try:
             fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             # Deleted or replaced between open and lock: the lock is then on a file that nobody sees any more.
-            here, there = os.fstat(descriptor), os.stat(full)  # noqa: PTH116
-            if not stat.S_ISREG(here.st_mode) or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _is_at(descriptor, full):
                 os.close(descriptor)
                 return None
-        except (BlockingIOError, FileNotFoundError):
+        except BlockingIOError:
             os.close(descriptor)
             return None
         except OSError:
@@ -292,6 +313,16 @@ class LocalStorage:
         self._make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir(str(folder))
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Return whether ``path`` still names the open file."""
+    try:
+        there = os.stat(path)  # noqa: PTH116
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _temporary_name(name: str) -> str:
