@@ -29,7 +29,8 @@ def from_environment(config: type[C], environ: Mapping[str, str] | None = None, 
         **explicit: Values that win over the environment. None counts as not given.
 
     Raises:
-        BadConfiguration: a ``RECOVERY_*`` name that no field has, or a value that its field's type cannot take.
+        BadConfiguration: a ``RECOVERY_*`` name that no field has, a value that its field's type cannot take, or a field
+            without default that nobody gave.
     """
     environ = os.environ if environ is None else environ
     known = _names(config)
@@ -56,6 +57,16 @@ def _build(config: type[C], environ: Mapping[str, str], values: dict[str, Any]) 
             values[name] = _build(cast(type, hint), environ, {})
         elif variable in environ:
             values[name] = _parse(variable, environ[variable], hint)
+    missing = [
+        f"set {PREFIX}{field.name.upper()} or give {field.name}="
+        for field in dataclasses.fields(cast(Any, config))
+        if field.init
+        and field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise BadConfiguration(f"settings are missing: {'; '.join(missing)}")
     return config(**values)
 
 

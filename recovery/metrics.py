@@ -69,7 +69,7 @@ class MetricsServer:
         try:
             self._server = _Server((self._host, self._port), handler)
         except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror or str(error)
             raise BadConfiguration(
                 f"metrics cannot be served on {self._host}:{self._port}: {reason}; take another metrics port, or 0 to "
                 "serve none"

@@ -43,7 +43,11 @@ def event_object(response: operations_pb2.WatchResponse) -> dict[str, Any]:
 def event_line(response: operations_pb2.WatchResponse) -> Text:
     """Return one event as one line: time, name, fields that say something."""
     fields = event_object(response)["fields"]
-    said = "  ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", (), [], None))
+    said = "  ".join(
+        f"{name}={round(value, 3) if isinstance(value, float) else value}"
+        for name, value in fields.items()
+        if value not in ("", (), [], None)
+    )
     clock = response.at.ToDatetime().strftime("%H:%M:%S.%f")[:-3]
     return Text(f"{clock}Z  {response.event}  {said}")
 

@@ -132,9 +132,19 @@ class LineageOrderDesk:
         self._end_wish(
             wish,
             NoDonorLeft(
-                f"no live worker offered a checkpoint of {wish.version} (the last holder of the newest is not asked): "
-                "attach another worker, or choose one with --worker"
+                f"no worker that could be asked has {wish.version} on its disk: `recovery ckpt list URL` lists the "
+                "steps that are kept; take one of those, or name a worker that holds the version in memory with --worker"
+                + self._spared(ready)
             ),
+        )
+
+    def _spared(self, ready: list[Member]) -> str:
+        """Say who was not asked, if anybody."""
+        if not ready or ready[0].asked_for_checkpoint_at is not None:
+            return ""
+        return (
+            f" ({ready[0].worker_id} is not asked, because it would give up the newest state for it: with another "
+            "worker attached, that one is)"
         )
 
     def _end_wish(self, wish: Wish, error: RecoveryError) -> None:

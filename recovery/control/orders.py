@@ -39,6 +39,14 @@ class OpenOrder:
     expected_fingerprint: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class _WaitingSave:
+    """A save for which no worker is ready this moment, as between a seal and the reports that follow it."""
+
+    request_id: str
+    due: float
+
+
 class OrderDesk:
     """Turns requests into orders and results into answers."""
 
@@ -46,6 +54,7 @@ class OrderDesk:
         self._run = run
         self._tickets = tickets
         self._open: dict[str, OpenOrder] = {}
+        self._waiting_saves: list[_WaitingSave] = []
         self._seen: OrderedDict[str, tuple[bytes, Message | RecoveryError | None]] = OrderedDict()
         self._num_orders = 0
 
@@ -90,11 +99,19 @@ class OrderDesk:
         others = [view for view in self._tickets.donors() if view.worker_id != member.worker_id]
         # Between commit and seal nobody holds the newest sealed version, and a moment later everybody does.
         holders = [view for view in others if view.holds_sealed or record.committed > record.sealed]
+        if donor == member.worker_id:
+            return DonorRefused(f"worker {donor!r} cannot be its own donor: name another, or leave --from out")
         if donor:
             view = next((view for view in holders if view.worker_id == donor), None)
+            if view is None and not any(view.worker_id == donor for view in others):
+                return self._unknown(donor)
             if view is None:
+                named = self._run.members[donor]
+                why = "its state is damaged" if named.poisoned else f"its state: {named.standing.value}"
+                holding = ", ".join(view.worker_id for view in holders if not view.drained) or "nobody"
                 return DonorRefused(
-                    f"worker {donor!r} cannot be the donor of {member.worker_id}: see `recovery status`"
+                    f"worker {donor!r} does not hold {record.sealed} now ({why}), so it cannot be the donor of "
+                    f"{member.worker_id}: wait until it does, or name one of those that do ({holding})"
                 )
             if view.drained:
                 return DonorRefused(f"worker {donor!r} is drained: name another, or `recovery drain {donor} --undo`")
@@ -124,16 +141,43 @@ class OrderDesk:
         self._give(request_id, member, "verify", "", wrapped, seconds(request.timeout))
 
     def save(self, request_id: str, request: operations_pb2.SaveRequest) -> None:
-        ready = [member for member in self._run.live_in(Standing.READY) if member.hello.saves_checkpoints]
-        name = request.worker_id or (ready[0].worker_id if ready else "")
-        if not name:
-            reason = "no live worker that has a checkpoint_url holds the newest sealed version"
+        if request.worker_id:
+            member = self._live(request_id, request.worker_id)
+            if member is not None:
+                self._order_save(request_id, member, seconds(request.timeout))
+            return
+        if not any(member.hello.saves_checkpoints for member in self._run.live()):
+            reason = "no attached worker has a place for checkpoints: start workers with a checkpoint_url"
             self._run.answer(request_id, NoDonorLeft(reason))
             return
-        member = self._live(request_id, name)
-        if member is not None:
-            order = coordinator_pb2.Order(save=coordinator_pb2.SaveOrder())
-            self._give(request_id, member, "save", "", order, seconds(request.timeout))
+        patience = seconds(request.timeout) or self._run.policy.order_timeout_seconds
+        self._waiting_saves.append(_WaitingSave(request_id, self._run.now + patience))
+        self._advance_saves()
+
+    def _order_save(self, request_id: str, member: Member, timeout: float) -> None:
+        order = coordinator_pb2.Order(save=coordinator_pb2.SaveOrder())
+        self._give(request_id, member, "save", "", order, timeout)
+
+    def _advance_saves(self) -> None:
+        run = self._run
+        waiting, self._waiting_saves = self._waiting_saves, []
+        for save in waiting:
+            member = next((m for m in run.live_in(Standing.READY) if m.hello.saves_checkpoints), None)
+            if run.now >= save.due:
+                savers = ", ".join(
+                    f"{m.worker_id}: {m.standing.value}" for m in run.live() if m.hello.saves_checkpoints
+                )
+                reason = (
+                    f"no worker that has a checkpoint_url came to hold {run.record.sealed} in time "
+                    f"({savers or 'none is attached'}): ask again once `recovery status` shows one as ready, or start "
+                    "a worker with a checkpoint_url"
+                )
+                run.answer(save.request_id, NoDonorLeft(reason))
+            elif member is not None:
+                self._order_save(save.request_id, member, save.due - run.now)
+            else:
+                self._waiting_saves.append(save)
+                run.wake(save.due)
 
     def drain(self, request_id: str, request: operations_pb2.DrainRequest) -> None:
         run = self._run
@@ -246,8 +290,9 @@ class OrderDesk:
         )
 
     def advance(self) -> None:
-        """Fail the orders whose worker is gone or whose time is over."""
+        """Give the saves that a worker is ready for; fail the orders whose worker is gone or whose time is over."""
         run = self._run
+        self._advance_saves()
         for order in list(self._open.values()):
             member = run.process((order.worker_id, order.incarnation))
             if member is None:

@@ -151,8 +151,8 @@ class Checkpoints:
         if self._saver is not None and version.outer_step % self._context.config.checkpoint_every == 0:
             self._jobs.put(("replicated", version))
 
-    def save_now(self, timeout_seconds: float) -> str:
-        """Save the version in memory, all parts, and return where it is; any thread but the training thread.
+    def save_now(self, timeout_seconds: float) -> tuple[Version, str]:
+        """Save the version in memory, all parts; return which it is, and where. Any thread but the training thread.
 
         Retention never deletes it: an operator who asks for a checkpoint wants to find it.
 
@@ -168,11 +168,13 @@ class Checkpoints:
             # The private parts first: they are captured when training allows, and tell the version that both are of.
             private = snapshots.lease_private(holder, self._context.standing.read().version).result(timeout_seconds)
             try:
-                outer = snapshots.lease_outer(private.manifest.cut.version, holder)
+                version = private.manifest.cut.version
+                outer = snapshots.lease_outer(version, holder)
             except (DonorBusy, DonorRefused):
                 private.release("the version was overwritten meanwhile")
                 continue
-            return self._save(self._saver, [outer, private], {KEPT: "saved by order"}).result(timeout_seconds)[0].url
+            ticket = self._save(self._saver, [outer, private], {KEPT: "saved by order"})
+            return version, ticket.result(timeout_seconds)[0].url
         raise CheckpointFailed(f"the run went on to the next version {_SAVE_TRIES} times before its state was captured")
 
     def restore_newest(self, at_most: Version | None) -> Restored:

@@ -10,6 +10,7 @@ from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.control.wire import to_proto
 from recovery.errors import MisuseError, RecoveryError
 from recovery.events import OrderDone
+from recovery.types import Version
 from recovery.worker.checkpoints import Checkpoints
 from recovery.worker.context import Context
 from recovery.worker.donor_loop import DonorLoop
@@ -50,15 +51,29 @@ class OrderDesk:
             self._orders.put(order)
 
     def answer(
-        self, order: pb.Order, error: RecoveryError | None, *, different: list[str] | None = None, detail: str = ""
+        self,
+        order: pb.Order,
+        error: RecoveryError | None,
+        *,
+        different: list[str] | None = None,
+        detail: str = "",
+        saved: Version | None = None,
     ) -> None:
-        """Tell the coordinator how an order ended; any thread."""
+        """Tell the coordinator how an order ended; any thread.
+
+        Args:
+            order: What was ordered.
+            error: Why it failed; None: it did not.
+            different: Names of the tensors that a verification found to differ.
+            detail: More, for people.
+            saved: The version that was saved: training goes on meanwhile, and memory may hold a newer one by now.
+        """
         stand = self._context.standing.read()
         result = pb.OrderResult(
             order_id=order.order_id,
             failure=None if error is None else to_proto(error),
-            version=to_proto(stand.version),
-            fingerprint=stand.fingerprint,
+            version=to_proto(saved or stand.version),
+            fingerprint=stand.fingerprint if saved in (None, stand.version) else b"",
             different=different or [],
             detail=detail,
         )
@@ -91,8 +106,8 @@ class OrderDesk:
             case "verify":
                 self.answer(order, None, different=self._context.snapshots.damaged())
             case "save":
-                url = self._checkpoints.save_now(_SAVE_TIMEOUT_SECONDS)
-                self.answer(order, None, detail=url)
+                version, url = self._checkpoints.save_now(_SAVE_TIMEOUT_SECONDS)
+                self.answer(order, None, detail=url, saved=version)
             case "drain":
                 self._donors.drain(order.drain.drained)
                 self.answer(order, None)

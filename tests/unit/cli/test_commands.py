@@ -251,7 +251,11 @@ def test_each_command_asks_and_says_what_was_done(
 def test_watch_prints_events_until_it_is_interrupted(
     server: CoordinatorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = pb.WatchResponse(at=timestamp(0.25), event="WorkerStalled", fields_json='{"worker_id": "w2", "empty": ""}')
+    first = pb.WatchResponse(
+        at=timestamp(0.25),
+        event="WorkerStalled",
+        fields_json='{"worker_id": "w2", "empty": "", "seconds": 0.013509815998986596}',
+    )
 
     def watch(self: OperatorClient, *, connect_seconds: float) -> Iterator[pb.WatchResponse]:
         yield first
@@ -259,12 +263,12 @@ def test_watch_prints_events_until_it_is_interrupted(
 
     monkeypatch.setattr(OperatorClient, "watch", watch)
     assert run(["watch"]) == 130
-    assert capsys.readouterr().out == "00:00:00.250Z  WorkerStalled  worker_id=w2\n"
+    assert capsys.readouterr().out == "00:00:00.250Z  WorkerStalled  worker_id=w2  seconds=0.014\n"
     assert run(["watch", "--json"]) == 130
     assert json.loads(capsys.readouterr().out) == {
         "at": "1970-01-01T00:00:00.250000+00:00",
         "event": "WorkerStalled",
-        "fields": {"worker_id": "w2", "empty": ""},
+        "fields": {"worker_id": "w2", "empty": "", "seconds": 0.013509815998986596},
     }
 
 

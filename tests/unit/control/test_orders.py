@@ -165,8 +165,12 @@ def test_rate_and_cancel_are_answered_when_their_workers_obey() -> None:
     ("request_", "kind", "named"),
     [
         (operations_pb2.ResyncRequest(worker_id="nobody"), BadConfiguration, "attached are: a, b"),
-        (operations_pb2.ResyncRequest(worker_id="a", from_worker_id="a"), DonorRefused, "cannot be the donor"),
-        (operations_pb2.ResyncRequest(worker_id="a", from_worker_id="z"), DonorRefused, "cannot be the donor"),
+        (operations_pb2.ResyncRequest(worker_id="a", from_worker_id="a"), DonorRefused, "'a' cannot be its own donor"),
+        (
+            operations_pb2.ResyncRequest(worker_id="a", from_worker_id="z"),
+            BadConfiguration,
+            "'z' is not attached; attached are: a, b",
+        ),
         (operations_pb2.VerifyRequest(worker_id="z"), BadConfiguration, "'z' is not attached"),
         (operations_pb2.SaveRequest(worker_id="z"), BadConfiguration, "'z' is not attached"),
         (operations_pb2.DrainRequest(worker_id="z", drained=True), BadConfiguration, "'z' is not attached"),
@@ -266,4 +270,63 @@ def test_a_rollback_that_nobody_can_serve_is_answered_and_the_run_goes_on() -> N
     script.operate("r", operations_pb2.RollbackRequest(version=to_proto(Version(1, 0))))
     (answer,) = script.answers["r"]
     assert isinstance(answer, NoDonorLeft)
+    assert "has L1.k0 on its disk: `recovery ckpt list URL`" in str(answer)
+    assert "a is not asked" in str(answer)
     assert script.step("a", at=version) == Version(1, 2)
+
+
+def test_a_donor_that_is_just_taking_its_own_state_is_told_from_an_unknown_one() -> None:
+    script = Script()
+    version = script.start("a", "b", "c")
+    script.detach("b")
+    script.attach("b", incarnation="i2")
+    script.operate("q", operations_pb2.ResyncRequest(worker_id="c", from_worker_id="b"))
+    (answer,) = script.answers["q"]
+    assert isinstance(answer, DonorRefused)
+    assert f"does not hold {version} now (its state: joining)" in str(answer)
+    assert "those that do (a)" in str(answer)
+
+
+def between_commit_and_reports(script: Script) -> Version:
+    """Everybody voted for the next version, and nobody has said that it holds it."""
+    version = script.start("a", "b")
+    script.arrive("a", "b", at=version)
+    script.vote("a", "b", epoch=script.roster("a").epoch, at=version)
+    return version.next()
+
+
+def test_a_save_waits_for_the_moment_until_a_worker_reports_the_new_version() -> None:
+    script = Script()
+    coming = between_commit_and_reports(script)
+    script.heard("b")
+    script.operate("s", operations_pb2.SaveRequest())
+    assert "s" not in script.answers
+    for name in ("a", "b"):
+        script.applied(name, coming)
+    order = ordered(script, "a")
+    script.say("a", coordinator_pb2.OrderResult(order_id=order.order_id, version=to_proto(coming)))
+    (answer,) = script.answers["s"]
+    assert isinstance(answer, operations_pb2.SaveResponse)
+    assert from_proto(answer.version) == coming
+
+
+def test_a_save_that_nobody_gets_ready_for_ends_with_the_remedy() -> None:
+    script = Script(seal_wait_seconds=1000.0)
+    between_commit_and_reports(script)
+    script.operate("s", operations_pb2.SaveRequest(timeout=duration(5.0)))
+    script.wait(4.0)
+    assert "s" not in script.answers
+    script.wait(1.0)
+    (answer,) = script.answers["s"]
+    assert isinstance(answer, NoDonorLeft)
+    assert "a: applying" in str(answer)
+    assert "recovery status" in str(answer)
+
+
+def test_a_save_where_nobody_has_a_place_for_it_says_so_at_once() -> None:
+    script = Script()
+    script.attach("a", saves_checkpoints=False)
+    script.operate("s", operations_pb2.SaveRequest())
+    (answer,) = script.answers["s"]
+    assert isinstance(answer, NoDonorLeft)
+    assert "checkpoint_url" in str(answer)

@@ -65,3 +65,9 @@ def test_a_config_that_cannot_work_is_refused_at_construction(field: str, value:
     """Field report: pytorch/torchtitan#2899, a bad order of timeouts shows only as a hang."""
     with pytest.raises(BadConfiguration, match=needle):
         AgentConfig(**{**NEEDED, field: value})  # type: ignore[arg-type]
+
+
+def test_settings_that_nobody_gave_are_named_with_both_places_for_them() -> None:
+    with pytest.raises(BadConfiguration, match="set RECOVERY_COORDINATOR or give coordinator=") as caught:
+        from_environment(AgentConfig, {}, **{**NEEDED, "coordinator": None, "worker_id": None})
+    assert "set RECOVERY_WORKER_ID or give worker_id=" in str(caught.value)

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from protos.recovery.v1 import coordinator_pb2 as pb
 from recovery.clock import SystemClock
-from recovery.errors import CheckpointFailed
+from recovery.control.wire import from_proto
+from recovery.errors import CheckpointFailed, RecoveryError
 from recovery.events import OrderDone, Recorder
-from recovery.types import Incarnation, WorkerId, WorkerRef
+from recovery.types import Incarnation, Version, WorkerId, WorkerRef
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.standing import Standing
 
@@ -48,10 +49,15 @@ class Worker:
     let_save_end: threading.Event = field(default_factory=threading.Event)
     done: list[tuple[str, object]] = field(default_factory=list)
 
-    def save_now(self, timeout_seconds: float) -> str:
+    failure: RecoveryError | None = field(default_factory=lambda: CheckpointFailed("disk full"))
+
+    def save_now(self, timeout_seconds: float) -> tuple[Version, str]:
+        version = self.standing.read().version
         self.saving.set()
         assert self.let_save_end.wait(WAIT_SECONDS)
-        raise CheckpointFailed("disk full")
+        if self.failure is not None:
+            raise self.failure
+        return version, "/checkpoints"
 
     def drain(self, drained: bool) -> None:
         self.done.append(("drain", drained))
@@ -81,3 +87,19 @@ def test_orders_that_only_set_something_do_not_queue_behind_a_save() -> None:
     assert worker.client.of("save").failure.message == "disk full"
     desk.close()
     assert [event.order for event in worker.events.of(OrderDone)] == ["rate", "drain", "cancel", "save"]
+
+
+def test_a_save_is_answered_with_the_version_that_was_saved_though_training_went_on() -> None:
+    worker = Worker(failure=None)
+    worker.standing.update(version=Version(1, 32), fingerprint=b"old")
+    anything = cast(Any, worker)
+    desk = OrderDesk(anything, anything, anything, anything)
+    desk.start()
+    desk.put(pb.Order(order_id="save", save=pb.SaveOrder()))
+    assert worker.saving.wait(WAIT_SECONDS)
+    worker.standing.update(version=Version(1, 33), fingerprint=b"new")
+    worker.let_save_end.set()
+    result = worker.client.of("save")
+    desk.close()
+    assert (from_proto(result.version), result.detail) == (Version(1, 32), "/checkpoints")
+    assert result.fingerprint == b"", "it would be another version's"

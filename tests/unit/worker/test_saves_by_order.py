@@ -73,8 +73,8 @@ def test_retention_leaves_what_was_saved_by_order(tmp_path: Path) -> None:
             standing.update(version=version)
             if step == 2:
                 with snapshots.standing():
-                    url = checkpoints.save_now(WAIT)
-                assert url.endswith("step_1_2")
+                    saved_version, url = checkpoints.save_now(WAIT)
+                assert (saved_version, url.endswith("step_1_2")) == (version, True)
             else:
                 checkpoints.assign(version)
             saved.wait(step if step < 2 else step + 1)  # the one by order has private parts too
