@@ -25,7 +25,7 @@ from protos.recovery.v1 import coordinator_pb2, coordinator_pb2_grpc
 from recovery.control.channel import PING_TIMEOUT_SECONDS, open_channel
 from recovery.control.key_value import RendezvousKeyValue
 from recovery.control.mailbox import Mailbox
-from recovery.control.rpc_errors import cause, told_failure
+from recovery.control.rpc_errors import cause, details_of, told_failure
 from recovery.control.security import SecurityConfig
 from recovery.control.wire import from_proto
 from recovery.errors import (
@@ -125,6 +125,7 @@ class CoordinatorClient:
         if self._threads or self._closing.is_set():
             raise MisuseError("the coordinator's client was started before")
         # Opened here for its checks as well: a configuration error belongs to the caller, not to a thread.
+        self._security.check_files()
         self._key_value = RendezvousKeyValue(self._open_channel(), str(self.address))
         self._threads = [
             threading.Thread(target=self._stream_root, name="coordinator-stream", daemon=True),
@@ -140,7 +141,7 @@ class CoordinatorClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        self.close("" if error is None else f"{type(error).__name__}: {error}".removesuffix(": "))
 
     @property
     def attached(self) -> bool:
@@ -339,7 +340,9 @@ class CoordinatorClient:
         with self._changed:
             if told is not None:
                 self._refuse(told)
-        return str(told) if told is not None else cause(error)
+                return str(told)
+            trouble = "" if self._attached else self._security.handshake_trouble(details_of(error))
+        return trouble or cause(error)
 
     def _refuse(self, failure: RecoveryError) -> None:
         # Other classes than Stop say that another attempt may succeed.

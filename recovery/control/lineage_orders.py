@@ -133,7 +133,7 @@ class LineageOrderDesk:
             wish,
             NoDonorLeft(
                 f"no worker that could be asked has {wish.version} on its disk: `recovery ckpt list URL` lists the "
-                "steps that are kept; take one of those, or name a worker that holds the version in memory with --worker"
+                "steps that are kept; take one of those, or name a worker that holds it in memory with --worker"
                 + self._spared(ready)
             ),
         )

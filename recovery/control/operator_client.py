@@ -11,7 +11,7 @@ import grpc
 
 from protos.recovery.v1 import operations_pb2, operations_pb2_grpc
 from recovery.control.channel import open_channel
-from recovery.control.rpc_errors import cause, status_code, told_failure
+from recovery.control.rpc_errors import cause, details_of, status_code, told_failure
 from recovery.control.security import SecurityConfig
 from recovery.control.wire import duration, to_proto
 from recovery.errors import CoordinatorUnreachable, RecoveryError, RunRefused
@@ -188,6 +188,7 @@ class OperatorClient:
 
     def _stub(self) -> operations_pb2_grpc.OperationsStub:
         if self._channel is None:
+            self._security.check_files()
             self._channel = open_channel(self._address, self._security, what="the coordinator")
         return operations_pb2_grpc.OperationsStub(self._channel)
 
@@ -213,9 +214,12 @@ class OperatorClient:
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return RunRefused(f"{self._address} is a gRPC server, but not a coordinator of this release")
         if code is grpc.StatusCode.UNAVAILABLE:
+            trouble = self._security.handshake_trouble(details_of(error))
+            if trouble:
+                return CoordinatorUnreachable(f"no connection to the coordinator at {self._address}: {trouble}")
             return CoordinatorUnreachable(
                 f"no coordinator at {self._address}: {cause(error)}; is `recovery coordinator` running, and is this "
-                "its address?"
+                "its address (--coordinator, RECOVERY_COORDINATOR)?"
             )
         return CoordinatorUnreachable(f"{what}: the coordinator at {self._address} failed: {cause(error)}")
 

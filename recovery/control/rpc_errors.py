@@ -61,19 +61,24 @@ def status_code(error: grpc.RpcError) -> grpc.StatusCode:
     return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
 
 
+def details_of(error: grpc.RpcError) -> str:
+    """Return gRPC's own words for a failed call."""
+    return str(getattr(error, "details", lambda: "")() or "")
+
+
 def is_overload(error: grpc.RpcError) -> bool:
     """Return whether a call was refused because the server had no thread left for it.
 
     gRPC has the same status for a message that is too long, which waiting does not make shorter.
     """
-    details = str(getattr(error, "details", lambda: "")() or "")
+    details = details_of(error)
     return status_code(error) is grpc.StatusCode.RESOURCE_EXHAUSTED and "concurrent rpc limit" in details.lower()
 
 
 def cause(error: grpc.RpcError) -> str:
     """Return in a few words why a call failed, without gRPC's nesting."""
     code = status_code(error)
-    details = str(getattr(error, "details", lambda: "")() or "")
+    details = details_of(error)
     for known in ("Connection refused", "No route to host", "Network is unreachable", "Connection reset"):
         if known.lower() in details.lower():
             return known.lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ class SecurityConfig:
         """Return credentials for a server; None: plaintext.
 
         Raises:
-            BadConfiguration: files are missing, or TLS would admit everybody.
+            BadConfiguration: files are missing, do not go together, or TLS would admit everybody.
         """
         if not self.uses_tls:
             return None
@@ -100,6 +101,7 @@ class SecurityConfig:
             raise BadConfiguration("a server with TLS needs a certificate file and a key file")
         if not self.authority_file and not self.bearer_token():
             raise BadConfiguration("TLS alone admits everybody: give an authority file (mutual TLS) or a token")
+        self.check_files()
         return grpc.ssl_server_credentials(
             [(_read_bytes("key file", self.key_file), _read_bytes("certificate file", self.certificate_file))],
             root_certificates=_read_bytes("authority file", self.authority_file) if self.authority_file else None,
@@ -118,6 +120,64 @@ class SecurityConfig:
             root_certificates=_read_bytes("authority file", self.authority_file) if self.authority_file else None,
             private_key=_read_bytes("key file", self.key_file) if self.key_file else None,
             certificate_chain=_read_bytes("certificate file", self.certificate_file) if self.certificate_file else None,
+        )
+
+    def check_files(self) -> None:
+        """Refuse what gRPC would refuse later, and without a reason.
+
+        Once, at the start: files that are being renewed may not go together for a moment, and a later attempt may.
+
+        Raises:
+            BadConfiguration: a file cannot be read or holds something else, or certificate and key do not match.
+        """
+        if self.certificate_file:
+            if b"-----BEGIN CERTIFICATE-----" not in _read_bytes("certificate file", self.certificate_file):
+                raise BadConfiguration(f"certificate file {self.certificate_file} holds no PEM certificate")
+            if b"PRIVATE KEY-----" not in _read_bytes("key file", self.key_file):
+                raise BadConfiguration(f"key file {self.key_file} holds no PEM private key")
+            try:
+                # An empty passphrase, or a protected key would be asked for on the terminal.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                    self.certificate_file, self.key_file, lambda: ""
+                )
+            except ssl.SSLError as error:
+                pair = f"certificate file {self.certificate_file} and key file {self.key_file}"
+                if error.reason == "KEY_VALUES_MISMATCH":
+                    raise BadConfiguration(
+                        f"{pair} do not belong together: the key is another certificate's"
+                    ) from error
+                raise BadConfiguration(
+                    f"{pair} cannot be used ({error.reason or 'damaged, or the key has a passphrase'})"
+                ) from error
+        if self.authority_file:
+            authority = _read_text("authority file", self.authority_file)
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authority)
+            except (ssl.SSLError, ValueError) as error:
+                raise BadConfiguration(f"authority file {self.authority_file} holds no PEM certificates") from error
+
+    def handshake_trouble(self, details: str) -> str:
+        """Return what gRPC's words for a failed connection say about these credentials; empty: nothing."""
+        said = details.lower()
+        ended = "socket closed" in said or "connection reset" in said or "handshake failed" in said
+        if not self.uses_tls:
+            demands = "failed to connect" in said and "socket closed" in said
+            return "it closed the connection at once: it may demand TLS (--authority FILE)" if demands else ""
+        if "certificate_verify_failed" in said:
+            if "expired" in said or "not yet valid" in said:
+                return "its certificate is expired or not yet valid, or a clock is wrong"
+            signers = f"--authority {self.authority_file}" if self.authority_file else "the system (give --authority)"
+            return f"its certificate is not signed by {signers}"
+        if "hostname verification" in said:
+            return "its certificate is for another name: dial that name, or give it as --tls-server-name"
+        if "wrong_version_number" in said:
+            return "it does not talk TLS: leave the TLS files out, or give it a certificate"
+        if ended and self.certificate_file:
+            return f"it ended the TLS handshake: it may not trust --certificate {self.certificate_file}"
+        return (
+            "it ended the TLS handshake: it may demand a client certificate (--certificate FILE --key FILE)"
+            if ended
+            else ""
         )
 
 

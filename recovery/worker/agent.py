@@ -101,9 +101,7 @@ class Agent:
             config.security,
             hello=self._hello,
             on_message=self._on_message,
-            on_detached=lambda reason: logger.warning(
-                "%s lost the coordinator and goes on without it until its next boundary: %s", worker, reason
-            ),
+            on_detached=self._on_detached,
         )
         context = Context(
             state=state,
@@ -147,7 +145,7 @@ class Agent:
     ) -> None:
         if kind is None:
             self._see_last_step_saved()
-        self.close("finished" if kind is None else f"{kind.__name__}: {error}")
+        self.close("finished" if kind is None else f"{kind.__name__}: {error}".removesuffix(": "))
 
     def _see_last_step_saved(self) -> None:
         """Stay until the run has sealed this worker's last step, so that a finished run ends with it on disk."""
@@ -343,6 +341,14 @@ class Agent:
 
     def _on_message(self, message: pb.CoordinatorMessage) -> None:
         self._dispatcher(message)
+
+    def _on_detached(self, reason: str) -> None:
+        if self._context.client.refusal is None:  # a refusal is raised where the training thread meets it
+            logger.warning(
+                "%s lost the coordinator and goes on without it until its next boundary: %s",
+                self._context.worker,
+                reason,
+            )
 
     def _hello(self) -> pb.Hello:
         context = self._context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,58 @@ def test_mutual_tls_admits_only_what_the_authority_signed(tmp_path: Path) -> Non
         for refused in (stranger, nobody, NONE):
             with pytest.raises(PeerUnreachable):
                 dial([donor.address], refused)
+
+
+def test_files_that_do_not_go_together_are_named_before_anything_is_created(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, key = authority.issue("server")
+    _, other_key = authority.issue("other")
+    junk = tmp_path / "junk.pem"
+    junk.write_text("not PEM")
+    ca, history = str(authority.certificate_file), tmp_path / "history"
+    for files, says in (
+        ((certificate, other_key, ca), f"{certificate} and key file {other_key} do not belong together"),
+        ((key, certificate, ca), f"{key} holds no PEM certificate"),
+        ((certificate, str(junk), ca), f"{junk} holds no PEM private key"),
+        ((certificate, key, str(junk)), f"{junk} holds no PEM certificates"),
+    ):
+        wrong = SecurityConfig(certificate_file=files[0], key_file=files[1], authority_file=files[2])
+        with pytest.raises(BadConfiguration, match=re.escape(says)), coordinator(history, security=wrong):
+            pass
+        with pytest.raises(BadConfiguration, match=re.escape(says)), OperatorClient("127.0.0.1:9", wrong) as operator:
+            operator.list()
+        assert not list(history.glob("*")), "a run was created"
+
+
+def test_an_operator_is_told_what_is_wrong_with_the_certificates(tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = ours.issue("server")
+    ca, other_ca = str(ours.certificate_file), str(theirs.certificate_file)
+    server_side = SecurityConfig(certificate_file=certificate, key_file=key, authority_file=ca)
+    stranger = theirs.issue("stranger")
+    cases = (
+        (SecurityConfig(authority_file=other_ca), f"not signed by --authority {other_ca}"),
+        (SecurityConfig(authority_file=ca), "may demand a client certificate (--certificate FILE --key FILE)"),
+        (SecurityConfig(authority_file=ca, tls_server_name="nobody"), "--tls-server-name"),
+        (
+            SecurityConfig(certificate_file=stranger[0], key_file=stranger[1], authority_file=ca),
+            f"may not trust --certificate {stranger[0]}",
+        ),
+        (NONE, "may demand TLS"),
+    )
+    with coordinator(tmp_path / "tls", security=server_side) as server:
+        for security, says in cases:
+            with (
+                OperatorClient(server.address, security) as operator,
+                pytest.raises(CoordinatorUnreachable, match=re.escape(says)),
+            ):
+                operator.list(timeout_seconds=30)
+    with (
+        coordinator(tmp_path / "plain") as server,
+        OperatorClient(server.address, server_side) as operator,
+        pytest.raises(CoordinatorUnreachable, match="does not talk TLS"),
+    ):
+        operator.list(timeout_seconds=30)
 
 
 def test_one_certificate_may_serve_every_worker_by_its_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from recovery.clock import SystemClock
 from recovery.control.wire import from_proto
 from recovery.errors import CheckpointFailed, RecoveryError
 from recovery.events import OrderDone, Recorder
-from recovery.types import Incarnation, Version, WorkerId, WorkerRef
+from recovery.types import Fingerprint, Incarnation, Version, WorkerId, WorkerRef
 from recovery.worker.order_desk import OrderDesk
 from recovery.worker.standing import Standing
 
@@ -91,13 +91,13 @@ def test_orders_that_only_set_something_do_not_queue_behind_a_save() -> None:
 
 def test_a_save_is_answered_with_the_version_that_was_saved_though_training_went_on() -> None:
     worker = Worker(failure=None)
-    worker.standing.update(version=Version(1, 32), fingerprint=b"old")
+    worker.standing.update(version=Version(1, 32), fingerprint=Fingerprint(b"old"))
     anything = cast(Any, worker)
     desk = OrderDesk(anything, anything, anything, anything)
     desk.start()
     desk.put(pb.Order(order_id="save", save=pb.SaveOrder()))
     assert worker.saving.wait(WAIT_SECONDS)
-    worker.standing.update(version=Version(1, 33), fingerprint=b"new")
+    worker.standing.update(version=Version(1, 33), fingerprint=Fingerprint(b"new"))
     worker.let_save_end.set()
     result = worker.client.of("save")
     desk.close()
