@@ -56,6 +56,9 @@ class Step:
     """Into how many shares each whole worker's private parts are cut."""
     torn_workers: Mapping[WorkerId, str] = field(default_factory=dict)
     """Those whose private parts are not whole, and why."""
+    unfinished: frozenset[WorkerId | None] = frozenset()
+    """Whose parts lack a manifest and show no other fault, None for the replicated ones: a save that has not ended,
+    or was interrupted."""
     num_bytes: int = 0
     files: tuple[str, ...] = field(default=(), repr=False)
     """Paths inside the storage of every file that a readable manifest of this run names, the manifests included."""
@@ -171,6 +174,7 @@ class Catalog:
         workers: list[WorkerId] = []
         torn: dict[WorkerId, str] = {}
         ranks: dict[WorkerId, int] = {}
+        unfinished: set[WorkerId | None] = {None} if replicated.unfinished else set()
         num_bytes = replicated.num_bytes
         runs = {record.manifest.run_id for record in replicated.records}
         for entry in entries:
@@ -184,6 +188,8 @@ class Catalog:
                 continue
             if share.reason:
                 torn[worker_id] = share.reason
+                if share.unfinished:
+                    unfinished.add(worker_id)
             else:
                 workers.append(worker_id)
                 ranks[worker_id] = len(share.records)
@@ -199,6 +205,7 @@ class Catalog:
             workers=tuple(sorted(workers)),
             local_ranks_of=ranks,
             torn_workers=torn,
+            unfinished=frozenset(unfinished),
             num_bytes=num_bytes,
             files=tuple(named),
         )
@@ -223,6 +230,7 @@ class Catalog:
         share = _Share()
         if not names:
             share.reason = "it has no manifest"
+            share.unfinished = True
             return share
         for name in sorted(names):
             path = f"{folder}/{name}"
@@ -247,8 +255,10 @@ class Catalog:
             if share.problems:
                 raise CheckpointRejected("; ".join(share.problems))
             if not records:
+                share.unfinished = True
                 raise CheckpointRejected("its manifest is gone")
             num_ranks = share.records[0].manifest.worker.num_local_ranks
+            share.unfinished = names < set(manifest_names(num_ranks))
             if names != set(manifest_names(num_ranks)) or set(records) != set(range(num_ranks)):
                 raise CheckpointRejected(f"it has the manifests {sorted(names)} for {num_ranks} local ranks")
             sizes: dict[str, int] = {}
@@ -285,6 +295,7 @@ class _Share:
         self.problems: list[str] = []
         self.paths: list[str] = []
         self.reason = ""
+        self.unfinished = False
         self.num_bytes = 0
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Without O_NONBLOCK a pipe that bears a manifest's name would hold whoever looks at the folder, for ever."""
 
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOENT, errno.ENOSYS)
+
+YOUNG_SECONDS = 30.0
+"""Between two files of a save nothing is locked: what changed less long ago counts as being written."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
@@ -271,6 +275,14 @@ class LocalStorage:
     def claim(self, manifest_path: str) -> Pin | None:
         return self._lock(manifest_path, fcntl.LOCK_EX)
 
+    def being_written(self, folder: str) -> bool:
+        entries = self.entries(folder)
+        if any(e.modified is not None and time.time() - e.modified < YOUNG_SECONDS for e in entries):
+            return True
+        # A disk may take longer than that for one write; its writer holds the lock all the time.
+        temporary = [e for e in entries if not e.is_folder and _TEMPORARY.fullmatch(e.name)]
+        return any(self._is_locked(f"{folder}/{entry.name}") for entry in temporary)
+
     def sweep(self, folder: str) -> int:
         swept = 0
         for entry in self.entries(folder):
@@ -286,6 +298,20 @@ class LocalStorage:
             finally:
                 lock.close()
         return swept
+
+    def _is_locked(self, path: str) -> bool:
+        try:
+            descriptor = os.open(self._root / path, _READ)
+        except FileNotFoundError:
+            return False
+        try:
+            # Shared: this look must not make a sweep or another look take the file for a living writer's.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def _lock(self, path: str, how: int) -> _Lock | None:
         full = str(self._root / path)

@@ -28,6 +28,9 @@ READING = ".reading-"
 PIN_SECONDS = 6 * 3600.0
 """A reader's mark on an object store counts for this long: a reader that was killed cannot take it away."""
 
+YOUNG_SECONDS = 600.0
+"""An upload is not seen before its end: a step whose newest object is younger counts as being written."""
+
 _PART_BYTES = 50 * MIB
 _MAX_PARTS = 5000
 
@@ -239,6 +242,10 @@ class FsspecStorage:
             if _READING.fullmatch(entry.name) and not self._expired(entry):
                 return None
         return _Mark(self, None)
+
+    def being_written(self, folder: str) -> bool:
+        ages = [self._clock.wall() - e.modified for e in self.entries(folder) if e.modified is not None]
+        return any(age < YOUNG_SECONDS for age in ages)
 
     def sweep(self, folder: str) -> int:
         swept = 0

@@ -122,6 +122,9 @@ class Storage(Protocol):
     def claim(self, manifest_path: str) -> Pin | None:
         """Take the checkpoint for deletion; None while anyone reads it. Held until closed."""
 
+    def being_written(self, folder: str) -> bool:
+        """Return whether somebody writes in ``folder`` now, or did a moment ago, as far as can be told."""
+
     def sweep(self, folder: str) -> int:
         """Remove what interrupted writers left in ``folder``; return how many files that were."""
 

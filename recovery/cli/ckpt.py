@@ -22,10 +22,10 @@ from recovery.cli.ckpt_options import (
     opened,
     progress,
     run_of,
-    shares,
     step_of,
     storage_at,
 )
+from recovery.cli.ckpt_verify import Finding, verify_step
 from recovery.cli.output import Output
 from recovery.errors import CheckpointRejected
 from recovery.state.compare import compare
@@ -125,7 +125,10 @@ def verify(
     storage_options: Options = "",
     as_json: Json = False,
 ) -> None:
-    """Read every byte and compare it with the manifests. Exit code 0: all right. 3: something is damaged."""
+    """Read every byte and compare it with the manifests. Exit code 0: all right. 3: something is damaged.
+
+    A run may save and delete meanwhile: steps that are being written, or go while they are read, are no damage.
+    """
     storage = storage_at(url, storage_options)
     catalog = Catalog(storage, run_of(run))
     steps = [step_of(storage, version, run)] if version else catalog.steps()
@@ -134,17 +137,18 @@ def verify(
     output, damaged = Output(as_json=as_json), False
     with progress("verifying", sum(step.num_bytes for step in steps), quiet=as_json) as advance:
         for step in steps:
-            problems = [] if step.whole else [f"{step.state.value}: {step.reason}"]
-            problems += [f"worker {worker}: {reason}" for worker, reason in step.torn_workers.items()]
-            for checkpoint in shares(storage, step):
-                with checkpoint:
-                    problems += [str(damage) for damage in checkpoint.damages(advance)]
-            damaged |= bool(problems)
-            lines = [
-                f"{step.version}: {'damaged' if problems else 'every byte is right'}",
-                *(f"  {p}" for p in problems),
-            ]
-            output.show({"step": str(step.version), "ok": not problems, "problems": problems}, "\n".join(lines))
+            found = verify_step(catalog, step, advance)
+            bad = found.finding is Finding.DAMAGED
+            damaged |= bad
+            output.show(
+                {
+                    "step": str(step.version),
+                    "ok": not bad,
+                    "finding": found.finding.name.lower(),
+                    "problems": list(found.problems),
+                },
+                "\n".join([f"{step.version}: {found.finding.value}", *(f"  {p}" for p in found.problems)]),
+            )
     if damaged:
         raise typer.Exit(DAMAGED)
 
