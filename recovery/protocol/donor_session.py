@@ -385,4 +385,5 @@ class DonorSession:
             link.close()
         for lease in leases:
             lease.release(reason, grace=finish.grace)
+        self._leases.clear()
         logger.info("conversation with %s is over: %s", self._machine.joiner or "an unknown joiner", reason)

@@ -38,7 +38,7 @@ class SnapshotConfig:
     copy_ahead: bool = True
     copy_ahead_share: float = 0.2
     measure_in_step_bytes: int = 8 * 1024 * 1024
-    touch_share: float = 0.2
+    touch_share: float = 0.5
     digest_algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
 
     def __post_init__(self) -> None:

@@ -181,7 +181,8 @@ class Lease:
     """
 
     def __init__(self, snapshot: Leased, record: LeaseRecord, manifest: Manifest, manifest_bytes: bytes) -> None:
-        self._snapshot = snapshot
+        self._snapshot: Leased | None = snapshot
+        self._book = snapshot.book
         self._record = record
         self._generation = record.generation
         self.manifest = manifest
@@ -209,8 +210,7 @@ class Lease:
             DonorBusy: lent until the boundary, and that is past: ask for the newer version.
             DonorRefused: the lease ended, or the holder acknowledged these bytes before the outer step.
         """
-        self._snapshot.book.use(self._record, self._generation)
-        return self._snapshot.read(self._record, part, offset, num_bytes)
+        return self._in_use().read(self._record, part, offset, num_bytes)
 
     def part_bytes(self, part: int) -> int:
         """Return the number of bytes of a part; ``read`` serves all of them."""
@@ -218,8 +218,7 @@ class Lease:
 
     def acknowledge(self, part: int, chunk: int) -> None:
         """The holder verified the chunk: it need not be saved for it any more."""
-        self._snapshot.book.use(self._record, self._generation)
-        self._snapshot.book.acknowledge(self._record, part, chunk)
+        self._in_use().book.acknowledge(self._record, part, chunk)
 
     def recheck(self, part: int, chunk: int) -> bool:
         """Hash the chunk's memory again; return whether it has the manifest's digest.
@@ -229,12 +228,11 @@ class Lease:
         Raises:
             DonorRefused, DonorBusy: as ``read``.
         """
-        self._snapshot.book.use(self._record, self._generation)
-        return self._snapshot.recheck(part, chunk)
+        return self._in_use().recheck(part, chunk)
 
     def renew(self) -> None:
         """The holder lives: its deadline starts again."""
-        self._snapshot.book.use(self._record, self._generation)
+        self._in_use()
 
     def release(self, reason: str, *, grace: bool = False) -> None:
         """The holder reads no more. Safe twice.
@@ -243,7 +241,8 @@ class Lease:
             reason: Shown in the event.
             grace: The holder was lost and may come back: the snapshot stays for it for a grace time.
         """
-        self._snapshot.book.release(self._record, self._generation, reason, grace=grace)
+        self._book.release(self._record, self._generation, reason, grace=grace)
+        self._snapshot = None  # whoever still holds this object does not keep the memory
 
     def on_closed(self, callback: Callable[[], int | None]) -> None:
         """Have ``callback`` called when live readings become void, on the training thread: it must return at once.
@@ -252,3 +251,11 @@ class Lease:
         is read after that is never live.
         """
         self._record.on_closed.append(callback)
+
+    def _in_use(self) -> Leased:
+        """Return the snapshot, for a sign of life of the holder."""
+        snapshot = self._snapshot
+        self._book.use(self._record, self._generation)
+        if snapshot is None:
+            raise DonorRefused(f"{self.holder} released this lease")
+        return snapshot
