@@ -16,8 +16,10 @@ import typer
 from recovery.cli.output import Output
 from recovery.control.operator_client import OperatorClient
 from recovery.control.security import SecurityConfig
-from recovery.errors import BadConfiguration
 from recovery.types import Address
+
+DEFAULT_ADDRESS = "127.0.0.1:7440"
+"""Where a coordinator listens, and its operators look for it, unless told otherwise."""
 
 Coordinator = Annotated[
     str,
@@ -100,11 +102,9 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapper(**options: Any) -> None:
         security = security_from(options)
-        address = options.pop("coordinator")
+        address = options.pop("coordinator") or DEFAULT_ADDRESS
         run_id = options.pop("run_id")
         output = Output(as_json=options.pop("as_json"))
-        if not address:
-            raise BadConfiguration("no coordinator is named: give --coordinator host:port or set RECOVERY_COORDINATOR")
         with OperatorClient(Address.parse(address), security, run_id=run_id) as client:
             command(client, output, **options)
 
@@ -124,7 +124,7 @@ def with_options(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=annotation,
-            default=False if annotation in (JsonOption, Insecure) else "",
+            default=_default(annotation),
         )
         for name, annotation in options.items()
     ]
@@ -134,3 +134,9 @@ def with_options(
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters} | {"return": None}
     return wrapper
+
+
+def _default(annotation: Any) -> str | bool:
+    if annotation is Coordinator:
+        return DEFAULT_ADDRESS
+    return False if annotation in (JsonOption, Insecure) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import queue
@@ -13,17 +14,22 @@ from typing import Annotated, Any
 
 import typer
 
-from recovery.cli.connection import SECURITY_OPTIONS, JsonOption, security_from, with_options
+from recovery.cli.connection import DEFAULT_ADDRESS, SECURITY_OPTIONS, JsonOption, security_from, with_options
 from recovery.cli.output import Output
 from recovery.control.channel import PING_TIMEOUT_SECONDS
-from recovery.control.policy import RunPolicy
+from recovery.control.policy import REFUSE, RESUME, RunPolicy
 from recovery.control.server import CoordinatorConfig, run_coordinator
 from recovery.events import Event, to_json
 from recovery.types import Address
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LISTEN = "127.0.0.1:7440"
+
+class OnAllGone(enum.StrEnum):
+    """What becomes of a run with no worker left that holds its history."""
+
+    RESUME = RESUME
+    REFUSE = REFUSE
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +57,7 @@ def coordinator(
     ] = False,
     listen: Annotated[
         str, typer.Option("--listen", help="Address to bind, host:port; port 0 takes a free one.")
-    ] = DEFAULT_LISTEN,
+    ] = DEFAULT_ADDRESS,
     port_file: Annotated[
         Path | None, typer.Option("--port-file", help="File that gets host:port once workers can attach.")
     ] = None,
@@ -72,11 +78,11 @@ def coordinator(
         float, typer.Option(help="Seconds without an inner step after which a worker is not waited for.")
     ] = 60.0,
     on_all_gone: Annotated[
-        str,
+        OnAllGone,
         typer.Option(
-            help="With no worker left that holds the history: 'resume' from the newest checkpoint or 'refuse'."
+            help="With no worker left that holds the history: resume from the newest checkpoint, or refuse workers.",
         ),
-    ] = "resume",
+    ] = OnAllGone.RESUME,
     save_every: Annotated[
         int, typer.Option(help="A saver is named for every so many sealed outer steps; 0: never.")
     ] = 1,
@@ -104,7 +110,7 @@ def coordinator(
         gather_max_wait_seconds=gather_max_wait,
         gather_min_wait_seconds=min(gather_min_wait, gather_max_wait),
         stall_after_seconds=stall_after,
-        on_all_gone=on_all_gone,
+        on_all_gone=on_all_gone.value,
         save_every_steps=save_every,
         expected_return_seconds=expected_return,
     )

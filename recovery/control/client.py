@@ -141,7 +141,7 @@ class CoordinatorClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}".removesuffix(": "))
+        self.close("" if error is None else f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     @property
     def attached(self) -> bool:

@@ -145,7 +145,7 @@ class Agent:
     ) -> None:
         if kind is None:
             self._see_last_step_saved()
-        self.close("finished" if kind is None else f"{kind.__name__}: {error}".removesuffix(": "))
+        self.close("finished" if kind is None else f"{kind.__name__}: {error}" if str(error) else kind.__name__)
 
     def _see_last_step_saved(self) -> None:
         """Stay until the run has sealed this worker's last step, so that a finished run ends with it on disk."""

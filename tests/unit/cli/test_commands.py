@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protos.recovery.v1 import operations_pb2 as pb
+from recovery.cli import connection
 from recovery.cli.main import run
 from recovery.control.inputs import Answer, Effect, Input, Operated
 from recovery.control.operator_client import OperatorClient
@@ -301,10 +302,25 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert run(arguments) == 2
 
 
-def test_no_coordinator_at_all_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_address_the_coordinators_own_default_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connection.DEFAULT_ADDRESS == "127.0.0.1:7440"
     monkeypatch.delenv("RECOVERY_COORDINATOR", raising=False)
+    monkeypatch.setattr(connection, "DEFAULT_ADDRESS", "127.0.0.1:9")
     assert run(["status"]) == 1
-    assert "RECOVERY_COORDINATOR" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no coordinator at 127.0.0.1:9" in said
+    assert "--coordinator, RECOVERY_COORDINATOR" in said
+
+
+def test_what_happens_with_no_holder_left_is_a_choice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    assert run(["coordinator", "--run-id", "r", "--state-dir", str(folder), "--on-all-gone", "banana"]) == 2
+    said = capsys.readouterr().err
+    assert "resume" in said
+    assert "refuse" in said
+    assert not folder.exists()
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,11 @@ def test_a_taken_port_is_one_line_and_a_closed_one_is_free_again() -> None:
     rig.metrics.close()
 
 
+def test_a_port_that_cannot_be_one_is_said_in_words() -> None:
+    with pytest.raises(BadConfiguration, match=r"127\.0\.0\.1:99999: a port is at most 65535; take another"):
+        Rig(99_999)
+
+
 def test_other_paths_and_clients_that_break_off_do_no_harm() -> None:
     port = free_port()
     rig = Rig(port)
