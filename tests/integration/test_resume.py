@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from recovery.events import Recorder
 from recovery.state.tree import join
 from recovery.types import Version
 from recovery.worker import Agent, AgentConfig, chain
+from tests.support.boundary_faults import REPLICATED, newest, stopped, wait_commit
 from tests.support.coordinators import RUN, coordinator
 from tests.support.fleet import Fleet, Worker
 from tests.support.scripted_machine import ScriptedMachine, welcoming
@@ -145,6 +147,34 @@ def test_replaced_worker_draws_on_from_its_last_committed_boundary(tmp_path: Pat
         joined = again.wait_said("joined")
         assert joined["parts"]["position"] == recorded[newest]
         assert again.wait_event("StateRestored")["source"] == "peers"
+
+
+def test_frozen_worker_of_the_old_lineage_becomes_a_joiner_when_it_thaws(tmp_path: Path) -> None:
+    """Field report: nicholicaron/ft-diloco, what came back late was believed."""
+    disk = tmp_path / "ckpt"
+    with Fleet(tmp_path, "--expected-return", "1") as fleet:
+        keeper = fleet.worker("w0", seed=0, agent={"checkpoint_url": str(disk)}, step_seconds=0.05)
+        frozen = fleet.worker("w1", seed=1, step_seconds=0.05)
+        for worker in (keeper, frozen):
+            wait_commit(worker, 2)
+        frozen.signal(signal.SIGSTOP)
+        stopped(frozen.process)
+        reached = max(newest(keeper), newest(frozen)) + 1
+        wait_commit(keeper, reached)  # alone: the other is known to be lost
+        saved(keeper, f"L1.k{reached}", disk)
+        end_all([keeper])
+        again = fleet.worker("w0", seed=7, agent={"checkpoint_url": str(disk)}, step_seconds=0.05)
+        assert again.wait_said("joined")["version"].startswith("L2.")
+        since = len(frozen.heard)
+        frozen.signal(signal.SIGCONT)
+        restored = frozen.wait(lambda m: m.get("event") == "StateRestored", "took a state on waking", since=since)
+        assert restored["source"] == "peers"
+        assert restored["version"].startswith("L2.")
+        back = frozen.wait(
+            lambda m: m["say"] == "boundary" and m["version"].startswith("L2."), "a boundary", since=since
+        )
+        same = again.wait(lambda m: m["say"] == "boundary" and m["version"] == back["version"], "the same boundary")
+        assert [part for part in REPLICATED if back["parts"][part] != same["parts"][part]] == []
 
 
 def drawn(parts: dict[str, str]) -> int:
