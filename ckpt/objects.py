@@ -34,6 +34,23 @@ YOUNG_SECONDS = 600.0
 _PART_BYTES = 50 * MIB
 _MAX_PARTS = 5000
 
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""The optional dependency of this package that a protocol needs."""
+
+_S3 = (
+    ": set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for one of ~/.aws/credentials; a public bucket "
+    'is read with the storage option {"anon": true}'
+)
+_GCS = ": set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth application-default login`"
+_CREDENTIALS = {
+    "NoCredentialsError": _S3,
+    "PartialCredentialsError": _S3,
+    "ProfileNotFound": _S3,
+    "CredentialRetrievalError": _S3,
+    "DefaultCredentialsError": _GCS,
+}
+"""What helps, by the name of the client library's error. Those libraries are optional: their classes may be absent."""
+
 _READING = re.compile(r"\.reading-[0-9a-f]{16}")
 
 
@@ -63,7 +80,8 @@ def _translated(what: str) -> Iterator[None]:
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # backends raise their client libraries' own errors, which share no root
-        raise StorageError(f"{what} failed: {type(error).__name__}: {error}") from error
+        remedy = _CREDENTIALS.get(type(error).__name__, "")
+        raise StorageError(f"{what} failed: {type(error).__name__}: {error}{remedy}") from error
 
 
 class _ObjectReadable:
@@ -148,7 +166,9 @@ class FsspecStorage:
                 url, **{"skip_instance_cache": True, "use_listings_cache": False, **(options or {})}
             )
         except (ValueError, ImportError, TypeError) as error:
-            raise BadConfiguration(f"{url!r} is not a storage URL that this installation can open: {error}") from error
+            raise BadConfiguration(
+                f"{url!r} is not a storage URL that this installation can open: {error}. {_how_to_open(url)}"
+            ) from error
         self._root = str(root).rstrip("/")
 
     @property
@@ -260,6 +280,18 @@ class FsspecStorage:
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/") if path else self._root
+
+
+def _how_to_open(url: str) -> str:
+    protocol = url.partition("://")[0]
+    if protocol in _EXTRAS:
+        return f"Install what {protocol}:// needs: pip install 'diloco-recovery[{_EXTRAS[protocol]}]'"
+    if protocol in fsspec.available_protocols():
+        return "Install the package it names, or correct the storage options"
+    return (
+        "Use a folder, file://, memory://, s3:// (pip install 'diloco-recovery[s3]') or gs:// (pip install "
+        f"'diloco-recovery[gcs]'); fsspec knows others too: {', '.join(sorted(fsspec.available_protocols()))}"
+    )
 
 
 def _modified(info: Mapping[str, object]) -> float | None:

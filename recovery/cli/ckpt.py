@@ -19,6 +19,7 @@ from recovery.cli.ckpt_options import (
     Url,
     VersionText,
     Worker,
+    existing_at,
     opened,
     progress,
     run_of,
@@ -47,7 +48,7 @@ app.command()(export)
 @app.command("list")
 def list_steps(url: Url, run: Run = "", storage_options: Options = "", as_json: Json = False) -> None:
     """List every step, newest first, and whether it is whole."""
-    steps = Catalog(storage_at(url, storage_options), run_of(run)).steps()
+    steps = Catalog(existing_at(url, storage_options), run_of(run)).steps()
     table = Table("step", "state", "saved", "bytes", "saver", "private parts of", "why")
     output = Output(as_json=as_json)
     for step in steps:
@@ -77,7 +78,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show what one checkpoint holds: parts, tensors, digests, records."""
-    with opened(storage_at(url, storage_options), version, run, worker) as checkpoint:
+    with opened(existing_at(url, storage_options), version, run, worker) as checkpoint:
         manifest = checkpoint.manifest
         facts: dict[str, Any] = {
             "url": checkpoint.url,
@@ -129,7 +130,7 @@ def verify(
 
     A run may save and delete meanwhile: steps that are being written, or go while they are read, are no damage.
     """
-    storage = storage_at(url, storage_options)
+    storage = existing_at(url, storage_options)
     catalog = Catalog(storage, run_of(run))
     steps = [step_of(storage, version, run)] if version else catalog.steps()
     if not steps:
@@ -165,8 +166,8 @@ def diff(
 ) -> None:
     """Name every leaf that differs between two checkpoints, from their manifests alone. Exit code 3: they differ."""
     with (
-        opened(storage_at(url, storage_options), version, "", worker) as one,
-        opened(storage_at(other_url, storage_options), other_version, "", worker) as other,
+        opened(existing_at(url, storage_options), version, "", worker) as one,
+        opened(existing_at(other_url, storage_options), other_version, "", worker) as other,
     ):
         differences = [str(difference) for difference in compare(one.manifest, other.manifest)]
     Output(as_json=as_json).show(
@@ -190,7 +191,7 @@ def prune(
 ) -> None:
     """Delete steps that enough newer verified ones make superfluous. Never what is read, not ours, or the last."""
     retention = Retention(
-        storage_at(url, storage_options),
+        existing_at(url, storage_options),
         RunId(run),
         RetentionPolicy(keep_newest=keep, keep_every=every, keep_marked=not marked),
     )
@@ -213,7 +214,7 @@ def copy(
     as_json: Json = False,
 ) -> None:
     """Copy a step, every byte verified when it is read and again where it arrives."""
-    storage = storage_at(url, storage_options)
+    storage = existing_at(url, storage_options)
     step = step_of(storage, version, run)
     with progress("copying", 2 * step.num_bytes, quiet=as_json) as advance:
         there = storage_at(target, storage_options)

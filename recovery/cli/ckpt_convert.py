@@ -18,7 +18,7 @@ from ckpt.interop.zeroband import is_zeroband, read_zeroband, write_zeroband
 from ckpt.reader import open_checkpoint
 from ckpt.storage import Storage
 from ckpt.writer import write_checkpoint
-from recovery.cli.ckpt_options import Json, Options, Run, Url, VersionText, step_of, storage_at, worker_of
+from recovery.cli.ckpt_options import Json, Options, Run, Url, VersionText, existing_at, step_of, storage_at, worker_of
 from recovery.cli.output import Output
 from recovery.errors import BadConfiguration, CheckpointFailed, CheckpointRejected
 from recovery.types import Incarnation, PartName, RunId, WorkerId, WorkerRef, checked_id
@@ -67,7 +67,7 @@ def convert(
     found = _layout_of(path)
     listed = Path(names).read_text(encoding="utf-8").split() if names else None
     if found is Layout.OURS:
-        foreign = _ours(storage_at(source, storage_options), step, run, worker)
+        foreign = _ours(existing_at(source, storage_options), step, run, worker)
     elif found is Layout.ZEROBAND:
         foreign = read_zeroband(path, local_rank=local_rank, allow_pickle=allow_pickle)
     elif found is Layout.COSMOS:
@@ -97,11 +97,13 @@ def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
     run: Run = "",
     worker: Annotated[str, typer.Option("--worker", help="Whose buffers to add; without it, the saver's.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there already.")] = False,
     storage_options: Options = "",
     as_json: Json = False,
 ) -> None:
     """Write a step's weights, and buffers if any, as one plain safetensors file. Every byte is verified."""
-    foreign = _ours(storage_at(url, storage_options), version, run, worker)
+    _check_target(file, force=force)
+    foreign = _ours(existing_at(url, storage_options), version, run, worker)
     weights = {name: tensor.detach().contiguous().clone() for name, tensor in model_of(foreign.values).items()}
     temporary = file.with_name(f".tmp-{file.name}")
     try:
@@ -114,6 +116,17 @@ def export(
         {"file": str(file), "tensors": len(weights), "bytes": file.stat().st_size},
         f"{file}: {len(weights)} tensors, {file.stat().st_size:,} bytes",
     )
+
+
+def _check_target(file: Path, *, force: bool) -> None:
+    if not file.parent.is_dir():
+        raise BadConfiguration(
+            f"{file} cannot be written: there is no folder {file.parent}; make it (mkdir -p) or name another one"
+        )
+    if file.is_dir():
+        raise BadConfiguration(f"{file} is a folder: name the file to write in it, such as {file}/model.safetensors")
+    if file.exists() and not force:
+        raise BadConfiguration(f"{file} exists already and was left alone; --force replaces it, or name another file")
 
 
 def _pair(text: str) -> tuple[PartName, PartName]:

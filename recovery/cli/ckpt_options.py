@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from ckpt.catalog import Catalog, Step
 from ckpt.layout import step_folder
+from ckpt.local import LocalStorage
 from ckpt.objects import open_storage
 from ckpt.reader import Checkpoint, open_checkpoint
 from ckpt.storage import Storage
@@ -61,6 +63,25 @@ def storage_at(url: str, options: str) -> Storage:
     if not isinstance(parsed, dict):
         raise BadConfiguration(f"--storage-options {options!r} is not a JSON object")
     return open_storage(url, parsed)
+
+
+def existing_at(url: str, options: str) -> Storage:
+    """Return the storage that a person named to read from.
+
+    Raises:
+        BadConfiguration: as ``storage_at``, or it is a folder that does not exist. A prefix of a bucket exists always.
+    """
+    storage = storage_at(url, options)
+    if isinstance(storage, LocalStorage):
+        try:
+            is_folder = stat.S_ISDIR(storage.root.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            raise BadConfiguration(
+                f"the folder {storage.root} does not exist: name the one that the run saves to"
+            ) from None
+        if not is_folder:
+            raise BadConfiguration(f"{storage.root} is no folder: name the one that holds the steps")
+    return storage
 
 
 def run_of(run: str) -> RunId | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from recovery.cli.flags import call
 from recovery.errors import RecoveryError
 
 ERROR = 1
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code. Every error of this package is one line on standard error."""
     try:
-        build()(args=list(arguments), prog_name="recovery")
+        call(build(), arguments, prog_name="recovery")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except RecoveryError as error:
@@ -88,7 +89,7 @@ def _forward(name: str, module: str, attribute: str) -> Any:
         if not isinstance(found, typer.Typer):
             command, found = found, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             found.command()(command)
-        found(args=list(context.args), prog_name=f"recovery {name}")
+        call(found, context.args, prog_name=f"recovery {name}")
 
     return forward
 

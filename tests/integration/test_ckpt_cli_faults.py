@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from ckpt.catalog import Catalog
 from ckpt.local import LocalStorage
@@ -52,13 +53,29 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["list", "{root}", "--run", "a/b"], "run id"),
         (["prune", "{root}", "--run", "run-a", "--keep", "0"], "at least 1"),
         (["verify", "{empty}"], "holds no checkpoint"),
-        (["verify", "{empty}/nowhere"], "holds no checkpoint"),
+        *(
+            ([command, "{empty}/nowhere", *more], "nowhere does not exist")
+            for command, *more in (
+                ["verify"],
+                ["list"],
+                ["show", "newest"],
+                ["export", "newest", "{empty}/w"],
+                ["copy", "newest", "{empty}/there"],
+                ["prune", "--run", "run-a"],
+                ["convert", "{empty}/x", "--to", "dcp"],
+                ["diff", "newest", "{root}", "newest"],
+            )
+        ),
+        (["list", "{root}/latest"], "is no folder"),
         (["show", "{empty}", "newest"], "no whole step"),
         (["export", "{empty}", "newest", "{empty}/w"], "no whole step"),
-        (["export", "{root}", "newest", "{empty}/nowhere/w"], "cannot be written"),
+        (["export", "{root}", "newest", "{empty}/nowhere/w"], "there is no folder {empty}/nowhere; make it"),
+        (["export", "{root}", "newest", "{empty}"], "{empty} is a folder: name the file"),
         (["copy", "{empty}", "newest", "{empty}/there"], "no whole step"),
         (["verify", "nosuch://bucket/prefix"], "nosuch"),
         (["copy", "{root}", "newest", "nosuch://bucket"], "nosuch"),
+        (["list", "nosuch://bucket"], "s3:// (pip install 'diloco-recovery[s3]')"),
+        (["list", "gs://bucket/x"], "pip install 'diloco-recovery[gcs]'"),
         (["convert", "{root}", "s3://bucket/x", "--to", "zeroband"], "local folder"),
         (["convert", "{root}", "{empty}/x", "--to", "ours", "--run", "a/b", "--worker", "w"], "run id"),
         (["convert", "{root}", "{empty}/x", "--to", "dcp", "--parameter-names", "{empty}/none"], "none"),
@@ -75,8 +92,34 @@ def test_wrong_use_is_one_line(
     empty.mkdir()
     loop.symlink_to(loop)
     places = {"root": str(root), "empty": str(empty), "loop": str(loop)}
-    assert text in refused(capsys, *(argument.format(**places) for argument in arguments))
+    error = refused(capsys, *(argument.format(**places) for argument in arguments))
+    assert text.format(**places) in error
     assert list(empty.iterdir()) == []  # nothing was written
+
+
+def test_export_replaces_a_file_only_when_asked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"somebody's")
+    assert "--force replaces it" in refused(capsys, "export", root, "newest", file)
+    assert file.read_bytes() == b"somebody's"
+    assert run(["ckpt", "export", str(root), "newest", str(file), "--force"]) == 0
+    assert load_file(file)
+
+
+def test_a_bucket_without_credentials_names_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    error = refused(capsys, "list", "s3://bucket/prefix")
+    assert "NoCredentialsError" in error
+    assert "AWS_ACCESS_KEY_ID" in error
+    assert "AWS_PROFILE" in error
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert "AWS_PROFILE" in refused(capsys, "list", "s3://bucket/prefix")
 
 
 @pytest.mark.parametrize(
