@@ -89,6 +89,9 @@ def coordinator(
     expected_return: Annotated[
         float, typer.Option(help="Seconds for which lost holders of the history are expected back.")
     ] = 30.0,
+    return_wait: Annotated[
+        float, typer.Option(help="Seconds that a boundary waits, after a restart, for members that are not back yet.")
+    ] = 4.0,
     ping_timeout: Annotated[
         float, typer.Option(help="Seconds for which a worker may leave a keepalive ping unanswered.")
     ] = PING_TIMEOUT_SECONDS,
@@ -113,6 +116,7 @@ def coordinator(
         on_all_gone=on_all_gone.value,
         save_every_steps=save_every,
         expected_return_seconds=expected_return,
+        return_wait_seconds=return_wait,
     )
     config = CoordinatorConfig(
         policy=policy,

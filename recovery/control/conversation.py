@@ -23,7 +23,7 @@ class StreamConversation(Generic[Sent, Got]):
     """Letters over a gRPC stream. All methods may be called from any thread.
 
     Made by ``dial`` (joiner) and ``PeerServer`` (donor). It ends once: by ``close``, by the other side, or by the loss
-    of the link, which keepalive finds within about 4 s even when the other process is frozen.
+    of the link, which keepalive finds within about 3 s even when the other process is frozen.
     """
 
     def __init__(self, peer: str) -> None:

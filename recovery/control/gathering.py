@@ -90,11 +90,12 @@ class GatherDesk:
         }
         left_out = self._left_out(arrived)
         arrived -= left_out
+        returns_until = run.gathering_returns_until
         verdict = gather_verdict(
             arrived,
             {name: until for name, until in gather.deadlines.items() if name not in left_out},
-            run.returning if run.now < run.returning_until else (),
-            run.returning_until,
+            run.returning if run.now < returns_until else (),
+            returns_until,
             run.policy.min_participants,
             run.now,
         )

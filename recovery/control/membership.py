@@ -136,6 +136,11 @@ class Member:
         told = self.advertisement.seconds_per_inner_step
         return told if 0.0 < told < MAX_STEP_SECONDS else 0.0
 
+    @property
+    def phase_seconds(self) -> float:
+        """As announced: inner steps of a phase, times what one takes; zero: unknown."""
+        return self.advertisement.inner_steps_per_phase * self.seconds_per_inner_step
+
 
 def refusal(hello: coordinator_pb2.Hello, policy: RunPolicy, record: HistoryRecord) -> RecoveryError | None:
     """Return why a worker may not attach at all, or None."""

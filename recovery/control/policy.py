@@ -42,7 +42,11 @@ class RunPolicy:
     """Workers of another numerics id than the first member's are refused."""
     lease_seconds: float = 6.0
     """A worker that was silent for so long gives way to a newer incarnation of the same name. After a restart of the
-    coordinator, boundaries and seals wait so long for members that have not come back yet."""
+    coordinator, seals wait so long for members that have not come back yet."""
+    return_wait_seconds: float = 4.0
+    """After a restart of the coordinator, a boundary waits so long for members that have not come back yet; less if
+    their phases are shorter. A live member whose connection vanished without a word needs a ping and its timeout to
+    notice (up to 3 s), its longest pause between two attempts (0.5 s), and the connecting."""
     expected_return_seconds: float = 30.0
     """A lost holder of the history is expected back for so long before the run is resumed from disk."""
     forget_after_seconds: float = 600.0
@@ -85,6 +89,7 @@ class RunPolicy:
             "gather_factor",
             "stall_after_seconds",
             "lease_seconds",
+            "return_wait_seconds",
             "expected_return_seconds",
             "forget_after_seconds",
             "offer_wait_seconds",

@@ -127,8 +127,21 @@ class RunState:
 
     @property
     def returning_until(self) -> float:
-        """Until when members that the restarted coordinator has not seen yet are waited for."""
+        """Until when seals wait for members that the restarted coordinator has not seen yet."""
         return (self.started_at or 0.0) + self.policy.lease_seconds
+
+    @property
+    def gathering_returns_until(self) -> float:
+        """Until when a boundary waits for them.
+
+        No longer than a phase, once somebody has said how long one takes: who is left out loses the work of one phase,
+        and everybody else would lose as much by standing there.
+        """
+        phases = [member.phase_seconds for member in self.live_in(*AUTHORITIES)]
+        wait, phase = self.policy.return_wait_seconds, max(phases, default=0.0)
+        if phase:
+            wait = min(wait, max(phase, self.policy.gather_min_wait_seconds))
+        return (self.started_at or 0.0) + wait
 
     # Members
 

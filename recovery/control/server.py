@@ -75,7 +75,7 @@ class CoordinatorConfig:
             history by accident.
         port_file: Where the address is written once the server listens; None: nowhere.
         security: Equal to the workers' and operators'.
-        ping_timeout_seconds: How long a worker may leave a keepalive ping unanswered; it is lost about two seconds
+        ping_timeout_seconds: How long a worker may leave a keepalive ping unanswered; it is lost up to half a second
             later. Raise it where transfers saturate the workers' links.
         silence_seconds: A stream on which nothing came for so long counts as lost; zero: HTTP/2 keepalive decides.
         rendezvous: Caps of the key-value store.

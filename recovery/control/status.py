@@ -116,7 +116,7 @@ def _at_boundary(run: RunState, member: Member, now: float) -> tuple[str, float]
             late = [other.worker_id for other in run.live_in(Standing.APPLYING)]
             return f"the seal of {record.committed}: reports of {', '.join(late) or 'a majority'}", since
         absent = sorted(set(gather.deadlines) - set(gather.arrivals))
-        if run.started_at is not None and now < run.returning_until:
+        if run.started_at is not None and now < run.gathering_returns_until:
             absent += sorted(run.returning - set(gather.arrivals))
         if absent:
             return f"{', '.join(absent)} at the boundary of {gather.version}", since

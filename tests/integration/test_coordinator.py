@@ -31,7 +31,7 @@ from tests.support.cut_proxy import CutProxy
 from tests.support.processes import ChildProcess
 from tests.support.scripted_machine import ScriptedMachine
 
-# Keepalive finds a frozen process in about 4 s; without it, gRPC would take minutes.
+# Keepalive finds a frozen process in about 3 s; without it, gRPC would take minutes.
 FOUND_SECONDS = 30.0
 
 SERVE = """

@@ -50,6 +50,7 @@ def policy_of(world_random: int) -> RunPolicy:
         gather_min_wait_seconds=0.5,
         stall_after_seconds=20.0,
         lease_seconds=4.0,
+        return_wait_seconds=0.5 + 1.5 * (world_random % 3),
         expected_return_seconds=5.0,
         forget_after_seconds=7.0,
         offer_wait_seconds=1.0,

@@ -195,8 +195,41 @@ def test_nobody_is_committed_past_while_the_coordinator_was_away() -> None:
         script.attach(name, version)
     script.arrive("a", "b", at=version)
     assert not script.heard_only("a", coordinator_pb2.Roster), "c may be on its way back"
-    script.wait(script.policy.lease_seconds)
+    script.wait(script.policy.return_wait_seconds - 0.1)
+    assert not script.heard_only("a", coordinator_pb2.Roster), "c may still be on its way back"
+    script.wait(0.1)
     assert len(script.roster("a").members) == 2
+
+
+def test_a_restarted_coordinator_waits_no_longer_than_a_phase_for_who_has_not_come_back() -> None:
+    script = Script()
+    version = script.step("a", "b", "c", at=script.start("a", "b", "c"))
+    script.restart()
+    for name in ("a", "b"):
+        script.attach(name, version)
+        script.advertise(name, 10, of=10, seconds=0.25)
+    script.arrive("a", "b", at=version)
+    assert "c at the boundary" in script.waiting_for("a")
+    script.wait(2.4)
+    assert not script.heard_only("a", coordinator_pb2.Roster)
+    script.wait(0.1)
+    assert [member.worker.worker_id for member in script.roster("a").members] == ["a", "b"]
+
+
+def test_a_member_that_comes_back_within_that_time_is_in_the_roster() -> None:
+    script = Script()
+    version = script.step("a", "b", "c", at=script.start("a", "b", "c"))
+    script.restart()
+    for name in ("a", "b"):
+        script.attach(name, version)
+        script.advertise(name, 10, of=10, seconds=0.25)
+    script.arrive("a", "b", at=version)
+    script.wait(2.4)
+    script.attach("c", version)
+    script.wait(1.0)
+    assert not script.heard_only("a", coordinator_pb2.Roster), "c is here again, and in its phase"
+    script.arrive("c", at=version)
+    assert len(script.roster("a").members) == 3
 
 
 def test_an_unsealed_step_whose_holders_died_is_not_committed() -> None:
