@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 import json
 import logging
@@ -67,7 +68,9 @@ def coordinator(
     expected_workers: Annotated[
         int, typer.Option(help="The origin is chosen once so many workers attached; 0: after a short wait.")
     ] = 0,
-    inner_steps: Annotated[int, typer.Option(help="Inner steps of one phase, told to workers; 0: their affair.")] = 0,
+    inner_steps: Annotated[
+        int, typer.Option(help="Inner steps of one phase; 0: as many as the first worker takes.")
+    ] = 0,
     gather_max_wait: Annotated[
         float, typer.Option(help="Seconds that a boundary waits for ready workers that have not arrived.")
     ] = 120.0,
@@ -151,12 +154,12 @@ class EventPrinter:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._events: queue.Queue[Event | None] = queue.Queue(self.MAX_WAITING)
+        self._events: queue.Queue[tuple[datetime.datetime, Event] | None] = queue.Queue(self.MAX_WAITING)
         self._thread = threading.Thread(target=self._root, name="coordinator-output", daemon=True)
 
     def __call__(self, event: Event, /) -> None:
         with suppress(queue.Full):
-            self._events.put_nowait(event)
+            self._events.put_nowait((datetime.datetime.now(datetime.UTC), event))
 
     def __enter__(self) -> EventPrinter:
         self._thread.start()
@@ -170,10 +173,13 @@ class EventPrinter:
 
     def _root(self) -> None:
         try:
-            while (event := self._events.get()) is not None:
-                fields = to_json(event)
-                name = type(event).__name__
-                self._output.show({"event": name, "fields": json.loads(fields)}, f"{name} {fields}")
+            while (happened := self._events.get()) is not None:
+                at, event = happened
+                fields, name = to_json(event), type(event).__name__
+                self._output.show(
+                    {"event": name, "at": at.isoformat(), "fields": json.loads(fields)},
+                    f"{at.isoformat(timespec='milliseconds')} {name} {fields}",
+                )
         except OSError as error:
             # The reader is gone: the coordinator goes on without one.
             logger.warning("events are not printed any more: %s", error)

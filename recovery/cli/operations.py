@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from contextlib import closing
 from typing import Annotated
 
 import typer
 
+from protos.recovery.v1.operations_pb2 import WatchResponse
 from recovery.cli import view
 from recovery.cli.connection import RequestId, Timeout, connected
 from recovery.cli.output import Output, plain
 from recovery.control.operator_client import ANSWER_SECONDS, OperatorClient
-from recovery.control.wire import from_proto
-from recovery.errors import BadConfiguration
+from recovery.control.wire import from_proto, timestamp
+from recovery.errors import BadConfiguration, CoordinatorUnreachable
 from recovery.types import Version
 
 DIFFERS = 3
 """Exit code of ``verify`` when tensors differ; 1 stays for "could not be found out"."""
+
+WATCH_AGAIN_SECONDS = 0.5
+"""Pause of ``watch`` between two looks for a coordinator that is away."""
 
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.")]
 
@@ -188,10 +194,36 @@ def adopt(
 
 
 def watch(client: OperatorClient, output: Output, *, timeout: Timeout = ANSWER_SECONDS) -> None:
-    """Show events as they happen, until Ctrl-C. The deadline is for the coordinator's first answer."""
-    with closing(client.watch(connect_seconds=timeout)) as responses:  # type: ignore[type-var]
-        for response in responses:
-            output.show(view.event_object(response), view.event_line(response))
+    """Show events as they happen, until Ctrl-C; a coordinator that ends is waited for.
+
+    The deadline is for the coordinator's first answer.
+    """
+    client.list(timeout_seconds=timeout)  # a wrong address, run or credential ends it here
+    lost = False
+    while True:
+        try:
+            if lost:
+                client.list(timeout_seconds=timeout)
+                lost = False
+                _say_of_watch(
+                    output, "WatchResumed", "the coordinator answers again; what happened meanwhile is not shown"
+                )
+            with closing(client.watch(connect_seconds=timeout)) as responses:  # type: ignore[type-var]
+                for response in responses:
+                    output.show(view.event_object(response), view.event_line(response))
+            reason = "the coordinator ended"
+        except CoordinatorUnreachable as error:
+            reason = str(error)
+        if not lost:
+            _say_of_watch(output, "WatchInterrupted", f"{reason}; waiting for it")
+        lost = True
+        time.sleep(WATCH_AGAIN_SECONDS)
+
+
+def _say_of_watch(output: Output, name: str, reason: str) -> None:
+    """Show what becomes of the watch itself, in the form of an event."""
+    happened = WatchResponse(at=timestamp(time.time()), event=name, fields_json=json.dumps({"reason": reason}))
+    output.show(view.event_object(happened), view.event_line(happened))
 
 
 def parse_version(text: str) -> Version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.recovery.v1 import coordinator_pb2
@@ -172,6 +173,27 @@ def refusal(hello: coordinator_pb2.Hello, policy: RunPolicy, record: HistoryReco
     return None
 
 
+def refusal_of_phase(
+    hello: coordinator_pb2.Hello, policy: RunPolicy, members: Iterable[Member]
+) -> RecoveryError | None:
+    """Return why a worker whose phases have another number of inner steps may not attach, or None.
+
+    Its weight in the average says how much of its own phase it did: for another phase that is another unit. The run's
+    number is the coordinator's; if that was told none, the live members'. So all may stop, and go on with another.
+    """
+    mine, name = hello.inner_steps_per_phase, hello.worker.worker_id
+    wanted, whose = policy.inner_steps_per_phase, "this run's coordinator was told"
+    for member in members:
+        if not wanted and member.alive and member.worker_id != name:
+            wanted, whose = member.hello.inner_steps_per_phase, f"worker {member.worker_id} takes"
+    if not mine or not wanted or mine == wanted:
+        return None
+    return RunRefused(
+        f"worker {name} takes {mine} inner steps in a phase, {whose} {wanted}: start it with "
+        f"inner_steps_per_phase={wanted}"
+    )
+
+
 def _numerics_remedy(numerics_id: str) -> str:
     software, _, capability = numerics_id.rpartition("/")
     if not software:
@@ -217,7 +239,8 @@ def placed(record: HistoryRecord, member: Member, *, beginning: Voter | None) ->
     if record.sealed == NO_VERSION:
         return Standing.AWAITING, ""
     if member.poisoned:
-        return Standing.QUEUED, "diverged"
+        # Without a version it never had a state: what it fetches is not whole yet.
+        return Standing.QUEUED, "diverged" if held != NO_VERSION else behind
     if held == record.committed:
         if not member.fingerprint:
             return Standing.APPLYING, ""  # its digest pass has not ended

@@ -32,7 +32,7 @@ class RunPolicy:
     gather_factor: float = 1.5
     """A boundary waits so many times what the slowest announced."""
     inner_steps_per_phase: int = 0
-    """Told to workers; zero: their own affair."""
+    """Workers with phases of another length are refused; zero: of another length than the live members'."""
     stall_after_seconds: float = 60.0
     """A trainer whose inner step stands still for so long (or ten of its steps, if that is more) is not waited for."""
     on_all_gone: str = RESUME

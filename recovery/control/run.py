@@ -37,7 +37,7 @@ from recovery.control.inputs import (
     Tick,
 )
 from recovery.control.lineage_orders import LineageOrderDesk
-from recovery.control.membership import Member, Standing, held_of, refusal
+from recovery.control.membership import Member, Standing, held_of, refusal, refusal_of_phase
 from recovery.control.offers import OfferDesk
 from recovery.control.orders import OrderDesk
 from recovery.control.policy import RunPolicy
@@ -162,7 +162,9 @@ class RunMachine:
     def _attach(self, worker: WorkerRef, hello: coordinator_pb2.Hello) -> None:
         run = self._run
         known = run.members.get(worker.worker_id)
-        error: RecoveryError | None = refusal(hello, run.policy, run.record)
+        error: RecoveryError | None = refusal(hello, run.policy, run.record) or refusal_of_phase(
+            hello, run.policy, run.members.values()
+        )
         if error is None and known is not None and known.alive and known.ref.incarnation != worker.incarnation:
             silent = run.now - known.last_seen
             if silent < run.policy.lease_seconds:

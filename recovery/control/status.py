@@ -47,7 +47,8 @@ def _worker(run: RunState, member: Member, now: float) -> operations_pb2.WorkerS
         worker=to_proto(member.ref),
         alive=member.alive,
         ready=member.alive and member.standing in (Standing.READY, Standing.APPLIED),
-        poisoned=member.poisoned,
+        # A joiner without a version never had a state: what it waits for says how far it is.
+        poisoned=member.poisoned and member.held != NO_VERSION,
         stalled=member.alive and member.stalled,
         drained=member.worker_id in run.record.drained,
         fingerprint=member.fingerprint,

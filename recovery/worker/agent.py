@@ -373,4 +373,5 @@ class Agent:
             saves_checkpoints=bool(context.config.checkpoint_url),
             undecided_epoch=stand.undecided_epoch,
             last_epoch=self._epochs.last_epoch,
+            inner_steps_per_phase=context.config.inner_steps_per_phase,
         )

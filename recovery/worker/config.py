@@ -23,7 +23,7 @@ class AgentConfig:
     worker_id: str
     """Stable name of this worker: a restarted process takes the same."""
     inner_steps_per_phase: int
-    """H: inner optimizer steps between two boundaries."""
+    """H: inner optimizer steps between two boundaries; the same on every worker of the run."""
 
     data_host: str = ""
     """Interface address that this worker binds and advertises, for letters and payload. Empty: the one that routes

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -176,6 +177,16 @@ def test_json_events_are_one_object_a_line(tmp_path: Path) -> None:
             member.client.wait_attached(30)
             event = json.loads(process.line('{"event": "WorkerAttached"'))
         assert event["fields"]["worker_id"] == "w0"
+        assert datetime.fromisoformat(event["at"]).tzinfo is not None
+
+
+def test_each_line_of_the_log_begins_with_its_time(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as process, RecordingClient(process.address) as member:
+        member.client.wait_attached(30)
+        at, name, fields = process.line("2").split(" ", 2)
+    assert datetime.fromisoformat(at).tzinfo is not None
+    assert name == "WorkerAttached"
+    assert json.loads(fields)["worker_id"] == "w0"
 
 
 def test_operators_commands_do_not_load_torch(tmp_path: Path) -> None:
@@ -247,17 +258,41 @@ def test_watch_ends_on_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
         CoordinatorProcess(tmp_path) as process,
         command("watch", "--coordinator", str(process.address), "--json") as watch,
     ):
-        seen = ""
-        for attempt in range(50):
-            with RecordingClient(process.address, worker_id=f"w{attempt}") as member:
-                member.client.wait_attached(30)
-            with contextlib.suppress(AssertionError):
-                seen = watch.line('{"at"', timeout_seconds=0.2)
-                break
-        assert json.loads(seen)["fields"]["worker_id"]
+        assert json.loads(_seen_by(watch, process.address))["fields"]["worker_id"]
         watch.signal(signal.SIGINT)
         assert watch.wait() == 130
         assert watch.errors == ""
+
+
+def test_watch_goes_on_when_the_coordinator_comes_back(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as first:
+        address = first.address
+        watch = command("watch", "--coordinator", str(address), "--json")
+        try:
+            _seen_by(watch, address)
+            first.kill()
+            said = json.loads(watch.line('{"at"'))
+            while said["event"] != "WatchInterrupted":
+                said = json.loads(watch.line('{"at"'))
+            assert "waiting for it" in said["fields"]["reason"]
+            with CoordinatorProcess(tmp_path, listen=str(address), new_run=False):
+                assert json.loads(watch.line('{"at"'))["event"] == "WatchResumed"
+                _seen_by(watch, address)
+                watch.signal(signal.SIGINT)
+                assert watch.wait() == 130
+            assert watch.errors == ""
+        finally:
+            watch.close()
+
+
+def _seen_by(watch: ChildProcess, address: Address) -> str:
+    """Return the first event of workers that come and go until the watch shows one: it begins when it likes."""
+    for attempt in range(100):
+        with RecordingClient(address, worker_id=f"w{attempt}") as member:
+            member.client.wait_attached(30)
+        with contextlib.suppress(AssertionError):
+            return watch.line('{"at"', timeout_seconds=0.2)
+    raise AssertionError(f"the watch shows nothing: {watch.errors}")
 
 
 # Killed and restarted

@@ -227,6 +227,7 @@ class Hello(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     SAVES_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_PER_PHASE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """The protocol's version; this file describes 1."""
     run_id: _builtins.str
@@ -247,6 +248,8 @@ class Hello(_message.Message):
     """
     saves_checkpoints: _builtins.bool
     """True: it has a place for checkpoints. Only such a worker is named to save a version."""
+    inner_steps_per_phase: _builtins.int
+    """Inner steps of one phase, the same on every worker of the run; zero: it does not say."""
     @_builtins.property
     def worker(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -280,10 +283,11 @@ class Hello(_message.Message):
         process_id: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         saves_checkpoints: _builtins.bool = ...,
+        inner_steps_per_phase: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "last_epoch", b"last_epoch", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "saves_checkpoints", b"saves_checkpoints", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_hosts", b"data_hosts", "donor_slots", b"donor_slots", "held", b"held", "held_fingerprint", b"held_fingerprint", "hostname", b"hostname", "inner_steps_per_phase", b"inner_steps_per_phase", "last_epoch", b"last_epoch", "layout_digest", b"layout_digest", "numerics_id", b"numerics_id", "peer_addresses", b"peer_addresses", "process_id", b"process_id", "protocol", b"protocol", "region", b"region", "run_id", b"run_id", "saves_checkpoints", b"saves_checkpoints", "undecided_epoch", b"undecided_epoch", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,7 +313,7 @@ class Welcome(_message.Message):
     """True: the run has no history yet and the origin is being chosen."""
     min_participants: _builtins.int
     inner_steps_per_phase: _builtins.int
-    """Inner steps of one phase, as the run was created with; zero: the workers' own affair."""
+    """Inner steps of one phase, as the coordinator was told; zero: what the first worker takes."""
     @_builtins.property
     def sealed(self) -> _common_pb2.Version: ...
     @_builtins.property

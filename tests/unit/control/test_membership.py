@@ -74,6 +74,10 @@ def test_standing_beside_an_unsealed_commit() -> None:
     assert standing(member("b", before)) is Standing.QUEUED, "its vote is not part of the commit"
 
 
+def test_a_joiner_whose_first_transfer_is_not_whole_is_fresh_and_not_diverged() -> None:
+    assert placed(record_at(1, 5), member("j", poisoned=True), beginning=None) == (Standing.QUEUED, "fresh")
+
+
 def test_a_poisoned_worker_is_never_ready() -> None:
     found = placed(record_at(1, 5), member("x", Version(1, 5), poisoned=True), beginning=None)
     assert found == (Standing.QUEUED, "diverged")

@@ -454,3 +454,39 @@ def test_a_fresh_worker_alone_in_a_run_with_history_is_never_its_origin() -> Non
     script.attach("x", NO_VERSION, incarnation="i2")
     script.wait(100000.0)
     assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
+
+
+def test_another_number_of_inner_steps_is_refused_by_name() -> None:
+    script = Script()
+    script.attach("a", inner_steps_per_phase=10)
+    script.attach("b", inner_steps_per_phase=20)
+    (told,) = script.heard_only("b", coordinator_pb2.Rejected)
+    assert isinstance(told, coordinator_pb2.Rejected)
+    assert told.failure.message == (
+        "worker b takes 20 inner steps in a phase, worker a takes 10: start it with inner_steps_per_phase=10"
+    )
+    script.attach("b", inner_steps_per_phase=10)
+    script.detach("a")
+    script.detach("b")
+    script.attach("c", inner_steps_per_phase=20)
+    assert not script.heard_only("c", coordinator_pb2.Rejected), "all ended, to go on with another number"
+
+
+def test_the_coordinators_number_of_inner_steps_goes_before_that_of_workers() -> None:
+    script = Script(inner_steps_per_phase=5)
+    script.attach("a", inner_steps_per_phase=10)
+    (told,) = script.heard_only("a", coordinator_pb2.Rejected)
+    assert isinstance(told, coordinator_pb2.Rejected)
+    assert "this run's coordinator was told 5" in told.failure.message
+
+
+def test_a_joiner_that_never_had_a_state_is_not_called_poisoned() -> None:
+    script = Script()
+    script.start("a")
+    script.attach("j")
+    script.ticket("j")
+    for _ in range(2):
+        script.say("j", coordinator_pb2.Advertisement(poisoned=True, waiting_for="not admitted: the link is too slow"))
+    (status,) = [w for w in script.machine.status(script.now).workers if w.worker.worker_id == "j"]
+    assert not status.poisoned
+    assert status.waiting_for.endswith("not admitted: the link is too slow")
