@@ -108,17 +108,24 @@ def test_killed_donor_is_replaced_by_another(tmp_path: Path) -> None:
 def test_killed_bystander_disturbs_nobody(tmp_path: Path) -> None:
     """As reported in PrimeIntellect-ai/prime-diloco#118."""
     with Fleet(tmp_path) as fleet:
-        others = [fleet.worker(f"w{i}", seed=i, agent={**CAPPED, "donor_slots": 1}, **LARGE) for i in range(3)]
+        others = [fleet.worker(f"w{i}", seed=i, agent=CAPPED, **LARGE) for i in range(3)]
         for other in others:
             other.wait_boundary(1)
+        bystander, donors = others[2], others[:2]
+        with fleet.operator() as operator:
+            operator.drain(bystander.name)  # it serves nobody, and takes part in every boundary
         joiner = half_way(fleet, "w3", 3)
-        bystander = next((other for other in others if other is not serving(others)), others[0])
         bystander.signal(signal.SIGKILL)
         bystander.end()
+        assert not [m for m in bystander.heard if m.get("event") == "LeaseTaken"], "it served the joiner"
         joiner.command(do="go_on")
         joiner.wait_said("joined")
-        for survivor in (other for other in others if other is not bystander):
-            survivor.wait_boundary(later(survivor))
+        assert not [m for m in joiner.heard if m.get("event") == "DonorFailed"]
+        for donor in donors:
+            donor.wait_boundary(later(donor))
+        with fleet.operator() as operator:
+            (status,) = (w for w in operator.list().workers if w.worker.worker_id == bystander.name)
+        assert not status.alive
 
 
 def test_only_donor_killed_ends_the_joiner_with_a_named_error(tmp_path: Path) -> None:

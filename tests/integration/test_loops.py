@@ -23,17 +23,19 @@ pytestmark = pytest.mark.timeout(300)
 LOOPS = ROOT / "docs" / "loops"
 STYLES = ("offloaded", "live", "fragments")
 CHANGED_LINES = 15
+_AFTER = "import runpy, signal, sys\n{}\nsys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+"""Runs a loop after one line of the user's."""
 _SAID = re.compile(r"outer step (\d+) ([0-9a-f]{64})")
 
 
 class Loop:
     """One process that runs a loop, and the digests that it printed by outer step."""
 
-    def __init__(self, name: str, outer_steps: int, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, outer_steps: int, environment: dict[str, str], *, first: str = "") -> None:
         self.digests: dict[int, str] = {}
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, str(LOOPS / f"{name}.py"), str(outer_steps)],
+            [sys.executable, "-c", _AFTER.format(first), str(LOOPS / f"{name}.py"), str(outer_steps)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,12 +84,16 @@ class Loop:
 
 
 @contextmanager
-def running(name: str, outer_steps: int, **environment: str) -> Iterator[Loop]:
-    loop = Loop(name, outer_steps, environment)
+def running(name: str, outer_steps: int, *, first: str = "", **environment: str) -> Iterator[Loop]:
+    loop = Loop(name, outer_steps, environment, first=first)
     try:
         yield loop
     finally:
         loop.close()
+
+
+def of_the_run(fleet: Fleet) -> dict[str, str]:
+    return {"RECOVERY_COORDINATOR": fleet.address, "RECOVERY_RUN_ID": RUN_ID, "RECOVERY_DATA_HOST": "127.0.0.1"}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -110,17 +116,15 @@ def test_plain_loop_runs(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_recoverable_loop_takes_in_a_second_worker(tmp_path: Path, style: str) -> None:
+def test_recoverable_loop_takes_in_a_second_worker_and_lets_it_go(tmp_path: Path, style: str) -> None:
+    """The second is told to end by SIGTERM, and leaves as the loops' README says."""
+    (on_sigterm,) = re.findall(r"^signal\.signal\(.*$", (LOOPS / "README.md").read_text(), re.MULTILINE)
     with Fleet(tmp_path) as fleet:
-        shared = {
-            "RECOVERY_COORDINATOR": fleet.address,
-            "RECOVERY_RUN_ID": RUN_ID,
-            "RECOVERY_DATA_HOST": "127.0.0.1",
-        }
+        shared = of_the_run(fleet)
         name = f"{style}_recoverable"
         with running(name, 10_000, RANK="0", RECOVERY_WORKER_ID="w0", **shared) as first:
             first.wait_steps(2)
-            with running(name, 10_000, RANK="1", RECOVERY_WORKER_ID="w1", **shared) as second:
+            with running(name, 10_000, first=on_sigterm, RANK="1", RECOVERY_WORKER_ID="w1", **shared) as second:
                 second.wait_steps(4)
                 joined = min(second.digests)
                 assert joined > 2
@@ -133,3 +137,9 @@ def test_recoverable_loop_takes_in_a_second_worker(tmp_path: Path, style: str) -
                 assert len(common) >= 4
                 assert {step: first.digests[step] for step in common} == {step: second.digests[step] for step in common}
                 assert len(set(first.digests.values())) == len(first.digests)
+                second.process.terminate()
+                assert second.end() == 143, "".join(second.errors)
+            first.wait_steps(len(first.digests) + 1)
+        log = (tmp_path / "coordinator.log").read_text()
+    assert re.search(r"WorkerLeft .*w1", log), log
+    assert not re.search(r"WorkerLost .*w1", log), log
