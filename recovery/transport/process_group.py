@@ -6,6 +6,7 @@ of the sockets that gloo opened for it, and ``shut`` shuts those down: every wai
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import json
 import logging
@@ -199,7 +200,8 @@ class GlooLink:
         self._handle = handle
         self._lanes = lanes
         self._lock = threading.Lock()
-        self._posted: dict[int, GlooTransfer] = {}
+        self._posted: dict[int, torch.Tensor] = {}
+        """Whose memory gloo may touch: held here alone, and let go when the wait has ended or the link is closed."""
         self._number = 0
         self._broken: str | None = None
 
@@ -210,13 +212,13 @@ class GlooLink:
     def send(self, lane: int, tag: int, data: torch.Tensor) -> Transfer:
         if self._handle.rank != DONOR_RANK:
             raise MisuseError("a joiner does not send payload")
-        return self._post(lane, tag, data, lambda group: post_send(_as_group(group), data, JOINER_RANK, tag))
+        return self._post(lane, tag, data, lambda group, lent: post_send(_as_group(group), lent, JOINER_RANK, tag))
 
     def receive(self, lane: int, tag: int, into: torch.Tensor) -> Transfer:
         # A donor that posts a receive can be ended by a longer message from anyone who reaches its port.
         if self._handle.rank != JOINER_RANK:
             raise MisuseError("a donor never receives payload")
-        return self._post(lane, tag, into, lambda group: post_receive(_as_group(group), into, DONOR_RANK, tag))
+        return self._post(lane, tag, into, lambda group, lent: post_receive(_as_group(group), lent, DONOR_RANK, tag))
 
     def shut(self, reason: str) -> None:
         with self._lock:
@@ -245,7 +247,7 @@ class GlooLink:
         return self._handle.sockets.round_trip_seconds()
 
     def _post(
-        self, lane: int, tag: int, data: torch.Tensor, start: Callable[[ProcessGroupGloo], dist.Work]
+        self, lane: int, tag: int, data: torch.Tensor, start: Callable[[ProcessGroupGloo, torch.Tensor], dist.Work]
     ) -> GlooTransfer:
         check_message(lane, self._lanes, tag, data)
         with self._lock:
@@ -253,10 +255,10 @@ class GlooLink:
                 raise DonorLost(f"the link was shut: {self._broken}")
             # Registered before it is posted: from here on the bytes may be touched at any moment.
             self._number += 1
-            transfer = GlooTransfer(self, self._number, data)
-            self._posted[self._number] = transfer
+            transfer = GlooTransfer(self, self._number)
+            self._posted[self._number] = data
         try:
-            transfer.work = start(self._handle.lane_group(lane))
+            transfer.work = start(self._handle.lane_group(lane), _lent(data))
         except RuntimeError as error:
             raise self.broken(error) from error
         return transfer
@@ -279,10 +281,9 @@ class GlooLink:
 class GlooTransfer:
     """One posted gloo operation."""
 
-    def __init__(self, link: GlooLink, number: int, data: torch.Tensor) -> None:
+    def __init__(self, link: GlooLink, number: int) -> None:
         self._link = link
         self._number = number
-        self._data = data
         self._waited = threading.Lock()
         self.work: dist.Work | None = None
 
@@ -342,6 +343,15 @@ def open_gloo_link(
         in_force = handle.sockets.choose_congestion_control(congestion_control)
         logger.info("link %s: %d sockets, congestion control %s", scope, lanes, in_force)
     return GlooLink(handle, lanes)
+
+
+def _lent(data: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes without a share in their memory.
+
+    gloo keeps what it was given for as long as its wait lasts, and a wait for a message that was cut in the middle
+    lasts until its timeout, long after the link was closed and nothing touches the bytes any more.
+    """
+    return torch.frombuffer((ctypes.c_uint8 * data.numel()).from_address(data.data_ptr()), dtype=torch.uint8)
 
 
 def _as_group(group: ProcessGroupGloo) -> dist.ProcessGroup:
