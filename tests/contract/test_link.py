@@ -16,8 +16,8 @@ import torch
 from recovery.errors import ChunkDamaged, DonorLost, MisuseError
 from recovery.transport.link import Link, Transfer, lane_tag
 from recovery.transport.memory import memory_link_pair
-from recovery.transport.nccl import NcclLink, nccl_unavailable, open_nccl_link
-from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, GlooLink, open_gloo_link
+from recovery.transport.nccl import nccl_unavailable, open_nccl_link
+from recovery.transport.process_group import DONOR_RANK, JOINER_RANK, open_gloo_link
 from recovery.transport.sealed import SealedLink, SealingKeys
 from tests.support.memory_store import MemoryStore
 
@@ -42,15 +42,15 @@ def memory_pair(lanes: int) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def gloo_pair(lanes: int) -> Iterator[Pair]:
-    store = MemoryStore()
-    ends: dict[int, GlooLink] = {}
-    scope = f"contract/{next(_numbers)}"
+def opened(open_end: Callable[[MemoryStore, str, int], Link]) -> Iterator[Pair]:
+    """Both ends at once: each waits for the other."""
+    store, scope = MemoryStore(), f"contract/{next(_numbers)}"
+    ends: dict[int, Link] = {}
 
-    def open_end(rank: int) -> None:
-        ends[rank] = open_gloo_link(store, scope, rank=rank, host="127.0.0.1", lanes=lanes, timeout_seconds=20)
+    def open_one(rank: int) -> None:
+        ends[rank] = open_end(store, scope, rank)
 
-    threads = [threading.Thread(target=open_end, args=(rank,)) for rank in (DONOR_RANK, JOINER_RANK)]
+    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in (DONOR_RANK, JOINER_RANK)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -62,25 +62,18 @@ def gloo_pair(lanes: int) -> Iterator[Pair]:
             end.close()
 
 
-@contextlib.contextmanager
-def nccl_pair(lanes: int) -> Iterator[Pair]:
-    store = MemoryStore()
-    ends: dict[int, NcclLink] = {}
-    scope = f"contract/{next(_numbers)}"
+def gloo_pair(lanes: int) -> contextlib.AbstractContextManager[Pair]:
+    return opened(
+        lambda store, scope, rank: open_gloo_link(
+            store, scope, rank=rank, host="127.0.0.1", lanes=lanes, timeout_seconds=20
+        )
+    )
 
-    def open_end(rank: int) -> None:
-        ends[rank] = open_nccl_link(store, scope, rank=rank, device=rank, lanes=lanes, timeout_seconds=60)
 
-    threads = [threading.Thread(target=open_end, args=(rank,)) for rank in (DONOR_RANK, JOINER_RANK)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        yield ends[DONOR_RANK], ends[JOINER_RANK]
-    finally:
-        for end in ends.values():
-            end.close()
+def nccl_pair(lanes: int) -> contextlib.AbstractContextManager[Pair]:
+    return opened(
+        lambda store, scope, rank: open_nccl_link(store, scope, rank=rank, device=rank, lanes=lanes, timeout_seconds=60)
+    )
 
 
 @contextlib.contextmanager

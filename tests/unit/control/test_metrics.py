@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from recovery.control.metrics import RunMetrics
 from recovery.control.policy import RunPolicy
@@ -16,22 +14,7 @@ from recovery.errors import BadConfiguration
 from recovery.events import EpochEnded, Recorder, VersionSealed
 from recovery.types import Version
 from tests.support.coordinators import LOOPBACK, RUN, RecordingClient
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    return {
-        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+from tests.support.scraping import free_port, scrape
 
 
 def config(folder: Path, port: int) -> CoordinatorConfig:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from recovery.clock import ManualClock
 from recovery.errors import BadConfiguration
@@ -29,23 +28,7 @@ from recovery.types import NO_VERSION, Cut, Version
 from recovery.worker.config import AgentConfig
 from recovery.worker.metrics import WorkerMetrics
 from recovery.worker.standing import Standing
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def scrape(port: int) -> dict[str, float]:
-    """Return every sample by name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    return {
-        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+from tests.support.scraping import free_port, scrape
 
 
 class Rig:
