@@ -47,6 +47,7 @@ class Donor:
         moved: Its link's progress count at the last tick.
         progress_at: When anything came of it last, or something was asked of it that had nothing to do.
         arrived_bytes: Payload that came from it.
+        again_bytes: What it was asked for although it owed it already.
         disputed: What it lends, if that is not what the others do.
     """
 
@@ -65,6 +66,7 @@ class Donor:
     moved: int = 0
     progress_at: float = 0.0
     arrived_bytes: int = 0
+    again_bytes: int = 0
     disputed: Manifest | None = None
 
     @property
@@ -129,6 +131,7 @@ class Donor:
             lane_rates=tuple(meter.rate(now) for meter in self.lane_meters) if len(self.lane_bytes) > 1 else (),
             lent_bytes=lent_bytes,
             in_place=in_place,
+            again_bytes=self.again_bytes,
         )
 
     def owed(self, config: JoinerConfig, first: Role, *, complaint: bool) -> tuple[str, float]:

@@ -112,7 +112,8 @@ class Pulls:
             missing_bytes=flight.missing_bytes,
             donors=flight.owed_by,
             own_lanes_help=not flight.direct,
-            remaining_seconds=max(due, default=0.0),
+            # The latest are begun anew together with all that is missing: so not while some of it is about to come.
+            remaining_seconds=min(due, default=0.0),
         )
 
     def _carry_out(
@@ -133,6 +134,8 @@ class Pulls:
                 flight = table.take_off(self._take_number(), asking.key, asking.donor, bounce=bounce)
                 begun[asking.key] = flight
             pull_id = donor.ask(asking.lane, asking.span.num_bytes, now)
+            if flight.again and asking.donor in flight.avoid:
+                donor.again_bytes += asking.span.num_bytes
             tag = lane_tag(asking.lane, len(donor.lane_bytes), pull_id)
             pull = PostedPull(pull_id, asking.span.offset, asking.span.num_bytes, asking.lane, tag)
             table.ask(flight, asking.donor, pull)

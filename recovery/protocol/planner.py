@@ -59,6 +59,8 @@ class PlannerConfig:
             when the donor is lost.
         max_window_bytes: Most bytes in flight from one donor; bounds the joiner's memory.
         overtake_seconds: What is on its way is asked a second time only if it is expected later than this.
+        again_share: Of what a donor lends, at most this share is asked a second time of itself, on other lanes.
+        min_again_bytes: But so much may be, of a state however small.
     """
 
     min_piece_bytes: int = 64 * KIB
@@ -73,6 +75,8 @@ class PlannerConfig:
     max_near_window_bytes: int = 256 * MIB
     max_window_bytes: int = 64 * MIB
     overtake_seconds: float = 0.2
+    again_share: float = 0.05
+    min_again_bytes: int = MIB
 
     def __post_init__(self) -> None:
         if not 0 < self.min_piece_bytes <= self.max_piece_bytes or self.min_piece_bytes % _PIECE_STEP_BYTES:
@@ -100,6 +104,7 @@ class DonorView:
         lane_rates: Bytes per second of each lane; 0: unknown. Empty: of none is known.
         lent_bytes: Bytes of all that it lends.
         in_place: Nearly everything is received where it stays: more in flight costs next to no memory.
+        again_bytes: What it was asked for although it owed it already.
     """
 
     name: str
@@ -109,6 +114,7 @@ class DonorView:
     lane_rates: tuple[float, ...] = ()
     lent_bytes: int = 0
     in_place: bool = False
+    again_bytes: int = 0
 
     @property
     def in_flight_bytes(self) -> int:
@@ -201,6 +207,12 @@ def window_bytes(donor: DonorView, config: PlannerConfig) -> int:
         return usual
     ahead = min(donor.rate * config.near_window_seconds, donor.lent_bytes * config.near_window_share)
     return max(usual, int(min(ahead, config.max_near_window_bytes)))
+
+
+def most_again_bytes(lent_bytes: int, config: PlannerConfig) -> int:
+    """Return how much may be asked of a donor although it owes it already: lanes that stand still are no reason to move
+    a state twice, and on a slow machine all lanes seem to."""
+    return max(config.min_again_bytes, int(lent_bytes * config.again_share))
 
 
 class _Desk:
@@ -374,7 +386,7 @@ class Flight:
         missing_bytes: What has not come.
         donors: Who owes it.
         own_lanes_help: Whether the same donors may be asked again, on other lanes: their receives can be left behind.
-        remaining_seconds: When it is to be expected at the donors' pace.
+        remaining_seconds: When the first of it is to be expected at the donors' pace.
     """
 
     number: int
@@ -389,6 +401,11 @@ def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: Pla
 
     Something is asked again only if a donor would have it in less than half of the time that is still expected.
     """
+
+    def may_again(donor: DonorView, flight: Flight) -> bool:
+        again_bytes = donor.again_bytes + flight.missing_bytes
+        return flight.own_lanes_help and again_bytes <= most_again_bytes(donor.lent_bytes, config)
+
     found = []
     free = {donor.name: donor for donor in donors if donor.rate > 0 and 0 in donor.lane_bytes}
     for flight in sorted(flights, key=lambda flight: -flight.remaining_seconds):
@@ -396,7 +413,7 @@ def overtake(flights: Sequence[Flight], donors: Sequence[DonorView], config: Pla
         def quick(donor: DonorView, missing_bytes: int = flight.missing_bytes) -> float:
             return donor.round_trip_seconds + (donor.in_flight_bytes + missing_bytes) / donor.rate
 
-        able = [donor for donor in free.values() if flight.own_lanes_help or donor.name not in flight.donors]
+        able = [donor for donor in free.values() if donor.name not in flight.donors or may_again(donor, flight)]
         if not able:
             continue
         best = min(able, key=lambda donor: (quick(donor), donor.name))

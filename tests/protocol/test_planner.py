@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from recovery.protocol.planner import (
     PlannerConfig,
     Span,
     choose_lanes,
+    most_again_bytes,
     overtake,
     piece_bytes,
     plan,
@@ -193,6 +196,18 @@ def test_a_donor_overtakes_itself_only_where_its_late_bytes_can_be_left_behind()
     own = donor("slow", 40e6, lanes=(64 * KIB, 0))
     assert overtake([flight(1, 3.0)], [own], CONFIG) == []
     assert overtake([flight(1, 3.0, direct=False, missing=64 * KIB)], [own], CONFIG) == [1]
+
+
+def test_what_a_donor_overtakes_of_its_own_is_bounded_however_late_all_of_it_seems() -> None:
+    late = flight(1, 1000.0, direct=False, missing=64 * KIB)
+    lent = 40 * MIB
+    limit = most_again_bytes(lent, CONFIG)
+    assert limit == 2 * MIB
+    own = dataclasses.replace(donor("slow", 40e6, lanes=(64 * KIB, 0)), lent_bytes=lent)
+    for again_bytes, found in ((limit - 64 * KIB, [1]), (limit - 64 * KIB + 1, [])):
+        assert overtake([late], [dataclasses.replace(own, again_bytes=again_bytes)], CONFIG) == found
+    other = dataclasses.replace(own, name="other", again_bytes=limit)
+    assert overtake([late], [other], CONFIG) == [1], "another donor does not owe it"
 
 
 def test_each_donor_overtakes_one_flight() -> None:

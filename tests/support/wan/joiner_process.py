@@ -121,10 +121,10 @@ class Joiner:
         began = time.monotonic()
         with Watch(self._links) as watch:
             try:
-                session.run()
+                ended = began + session.run().verified_seconds
             except RecoveryError as failure:
                 error = f"{type(failure).__name__}: {failure}"
-        ended = time.monotonic()
+                ended = time.monotonic()
         if not error and not self._is_equal():
             error = "the bytes are not the donors'"
         machine = session.machine
