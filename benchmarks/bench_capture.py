@@ -1,9 +1,12 @@
-"""What capturing the private parts costs the step in which it happens, beside idle steps and a blocking copy.
+"""What capturing the private parts costs the steps in which it happens, beside idle steps and a blocking copy.
 
-    python -m benchmarks.bench_capture [--layers 16] [--width 2048] [--rounds 12] [--threads 1]
+    python -m benchmarks.bench_capture [--layers 16] [--width 2048] [--batch 16] [--rounds 6] [--touch-shares 0.5]
 
-Idle and capturing steps are interleaved in one process. Budget: the worst step of a capture costs at most
-max(5 ms, copy time - forward/backward time + 20 %) over the median idle step; the first capture is reported apart.
+Everything is interleaved in one process. A round is, for each share: a worker that begins to serve, a first joiner (new
+memory is touched for it), a second one right after it (that memory is used again), and after each as many idle steps as
+its capture took. Budget: the worst step of a capture costs at most max(5 ms, copy time - forward/backward time + 20 %)
+over the median idle step. Beside it stands the same figure of the idle steps (the worst of as many over the median):
+what the machine does by itself.
 """
 
 from __future__ import annotations
@@ -157,68 +160,120 @@ def write_record(name: str, record: dict[str, object]) -> Path:
     return path
 
 
+@dataclass
+class Window:
+    """The steps from a joiner's question to the step after its capture, and as many idle ones after them."""
+
+    asked: list[float]
+    copying: float
+    """The step beside which the copies ran."""
+    idle: list[float]
+    counted_stall_seconds: float
+    copier_seconds: float
+    """Processor time of the thread that touches and copies."""
+
+
+def capture_window(rig: Rig, snapshots: Snapshots, events: Recorder, version: Version, holder: str) -> Window:
+    """One joiner takes the private parts and leaves; then training goes on alone."""
+    before = snapshots.stall.serving_seconds
+    copier = thread_seconds("snapshot-copy")
+    future = snapshots.lease_private(holder, version)
+    asked: list[float] = []
+    first_step = rig.state.local_progress.inner_step + 1
+    while not future.done():
+        asked.append(rig.inner_step(snapshots))
+    asked.append(rig.inner_step(snapshots))
+    counted = snapshots.stall.serving_seconds - before
+    copier = thread_seconds("snapshot-copy") - copier
+    cut = events.of(SnapshotCaptured)[-1].cut
+    copying = asked[min(cut.inner_step + 1 - first_step, len(asked) - 1)]
+    future.result().release("done")
+    del future
+    return Window(asked, copying, [rig.inner_step(snapshots) for _ in asked], counted, copier)
+
+
+def thread_seconds(name: str) -> float:
+    """Return the processor time that this process's thread ``name`` has used."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == name)
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def summary(windows: Sequence[Window], median: float) -> dict[str, float]:
+    """Return medians over ``windows``, in seconds over the idle median."""
+    over = {
+        "worst_step_over_idle_median_seconds": [max(w.asked) - median for w in windows],
+        "worst_idle_step_over_idle_median_seconds": [max(w.idle) - median for w in windows],
+        "worst_step_over_worst_idle_step_seconds": [max(w.asked) - max(w.idle) for w in windows],
+        "copying_step_over_idle_median_seconds": [w.copying - median for w in windows],
+        "all_steps_over_idle_seconds": [sum(w.asked) - sum(w.idle) for w in windows],
+        "counted_stall_seconds": [w.counted_stall_seconds for w in windows],
+        "copier_processor_seconds": [w.copier_seconds for w in windows],
+        "steps": [float(len(w.asked)) for w in windows],
+    }
+    return {name: statistics.median(values) for name, values in over.items()}
+
+
 def main(argv: list[str] | None = None) -> dict[str, object]:
     """Run the benchmark and return its record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1, help="training's; the copies run on another core")
+    parser.add_argument("--touch-shares", type=float, nargs="+", default=[SnapshotConfig().touch_share])
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
 
     rig = Rig(options.layers, options.width, options.batch)
-    events = Recorder()
-    idle: list[float] = []
-    captures: list[dict[str, float]] = []
+    load = os.getloadavg()[0]
+    first: dict[float, list[Window]] = {share: [] for share in options.touch_shares}
+    later: dict[float, list[Window]] = {share: [] for share in options.touch_shares}
     version = Version(1, 0)
-    with rig.snapshots(events) as snapshots:
-        snapshots.publish(version)
-        for _ in range(3):
-            rig.inner_step(snapshots)
-        for number in range(options.rounds):
-            idle += [rig.inner_step(snapshots) for _ in range(6)]
-            before = snapshots.stall.serving_seconds
-            future = snapshots.lease_private(f"joiner-{number}", version)
-            steps = []
-            while not future.done():
-                steps.append(rig.inner_step(snapshots))
-            steps.append(rig.inner_step(snapshots))
-            lease = future.result()
-            lease.release("done")
-            del lease, future
-            threading.Event().wait(0.3)  # the memory goes back, as between two joiners
-            captures.append(
-                {
-                    "steps": len(steps),
-                    "worst_step_seconds": max(steps),
-                    "counted_stall_seconds": snapshots.stall.serving_seconds - before,
-                }
-            )
-        forward_backward = statistics.median(rig.forward_backward() for _ in range(10))
-        fresh, warm = copy_seconds(part_tensors(rig.state, rig.state.private_copied_names))
-        stall = stall_record(snapshots)
-
-    captured = events.of(SnapshotCaptured)
+    captured_bytes = 0
+    for number in range(-1, options.rounds):
+        for share in options.touch_shares:
+            events = Recorder()
+            with rig.snapshots(events, SnapshotConfig(touch_share=share, copy_ahead=False)) as snapshots:
+                snapshots.publish(version)
+                snapshots.manifest(version, 60)
+                rig.inner_step(snapshots)
+                cold = capture_window(rig, snapshots, events, version, "first")
+                # Memory is held as long as anybody is there: here a reader of outer parts.
+                stays = snapshots.lease_outer(version, "stays")
+                capture_window(rig, snapshots, events, version, "between")
+                warm = capture_window(rig, snapshots, events, version, "later")
+                stays.release("done")
+                captured_bytes = events.of(SnapshotCaptured)[-1].num_bytes
+                stall = stall_record(snapshots)
+            version = version.next()
+            if number < 0:
+                continue  # lazily created state, cold memory
+            first[share].append(cold)
+            later[share].append(warm)
+    idle = [seconds for windows in (first, later) for each in windows.values() for w in each for seconds in w.idle]
     median = statistics.median(idle)
-    allowed = max(0.005, (warm - forward_backward) * 1.2)
-    later = captures[1:]
-    worst = statistics.median(c["worst_step_seconds"] for c in later) - median
+    forward_backward = statistics.median(rig.forward_backward() for _ in range(10))
+    fresh, warm_copy = copy_seconds(part_tensors(rig.state, rig.state.private_copied_names))
     record: dict[str, object] = {
-        "private_bytes": captured[-1].num_bytes,
-        "copied_on_training_thread_bytes": captured[-1].copied_on_training_thread_bytes,
+        "batch": options.batch,
+        "private_bytes": captured_bytes,
         "idle_step_seconds": {"median": median, "p99": quantile(idle, 0.99)},
         "forward_backward_seconds": forward_backward,
-        "copy_seconds": {"warm": warm, "fresh": fresh},
-        "first_capture": captures[0],
-        "later_captures": {
-            "worst_step_over_idle_median_seconds": worst,
-            "allowed_seconds": allowed,
-            "counted_stall_seconds": statistics.median(c["counted_stall_seconds"] for c in later),
+        "copy_seconds": {"warm": warm_copy, "fresh": fresh},
+        "allowed_seconds": max(0.005, (warm_copy - forward_backward) * 1.2),
+        "by_touch_share": {
+            str(share): {
+                "first_joiner": summary(first[share], median),
+                "later_joiner": summary(later[share], median),
+                "first_windows": [w.asked for w in first[share]],
+                "later_windows": [w.asked for w in later[share]],
+            }
+            for share in options.touch_shares
         },
-        "stall_by_cause": stall,
-        "captures": captures,
+        "last_stall_by_cause": stall,
+        "load_average": {"at_start": load, "at_end": os.getloadavg()[0]},
     }
     write_record("capture", record)
     return record

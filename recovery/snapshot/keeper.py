@@ -1,4 +1,5 @@
-"""The thread that keeps house: ends leases of the silent, and copies ahead what will not be sent in time."""
+"""The thread that keeps house: ends leases of the silent, copies ahead what will not be sent in time, and lets memory go
+once nobody joins any more."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from recovery.clock import Clock
 from recovery.snapshot.guard import OuterSnapshot
 
 _TICK_SECONDS = 0.25
+_LINGER_SECONDS = 0.4
+"""How long after the last lease its memory waits for another: with the tick before, less than a second."""
 
 
 def falls_behind(
@@ -46,6 +49,8 @@ class Keeper:
         current: Returns the version that training stands on, or None.
         phase_seconds: Returns how long the last version stood.
         expire: Ends leases past their deadline; returns whether anybody still reads or waits.
+        on_busy: Called when somebody begins to read or wait.
+        on_idle: Called when nobody has read or waited for a moment.
         share: Part of its time that copying may take.
     """
 
@@ -56,6 +61,8 @@ class Keeper:
         current: Callable[[], OuterSnapshot | None],
         phase_seconds: Callable[[], float | None],
         expire: Callable[[], bool],
+        on_busy: Callable[[], None],
+        on_idle: Callable[[], None],
         copy_ahead: bool,
         share: float,
     ) -> None:
@@ -63,6 +70,8 @@ class Keeper:
         self._current = current
         self._phase_seconds = phase_seconds
         self._expire = expire
+        self._on_busy = on_busy
+        self._on_idle = on_idle
         self._copy_ahead = copy_ahead
         self._share = share
         self._wake = threading.Event()
@@ -96,10 +105,15 @@ class Keeper:
         try:
             while not self._stop.is_set():
                 self._wake.wait()
-                self._wake.clear()
-                while not self._stop.is_set() and self._expire():
-                    if not (self._copy_ahead and self._copy_some()):
-                        self._stop.wait(_TICK_SECONDS)
+                self._on_busy()
+                again = True
+                while again and not self._stop.is_set():
+                    self._wake.clear()
+                    while not self._stop.is_set() and self._expire():
+                        if not (self._copy_ahead and self._copy_some()):
+                            self._stop.wait(_TICK_SECONDS)
+                    again = self._wake.wait(_LINGER_SECONDS)
+                self._on_idle()
         except Exception as error:  # noqa: BLE001 - thread's root: raised at the owner's next wake
             self._error = error
 

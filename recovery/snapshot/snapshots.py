@@ -85,6 +85,8 @@ class Snapshots:
             current=lambda: self._shelf.current,
             phase_seconds=lambda: self._phase_seconds,
             expire=self._expire,
+            on_busy=self.vault.hold,
+            on_idle=self.vault.let_go,
             copy_ahead=config.copy_ahead,
             share=config.copy_ahead_share,
         )

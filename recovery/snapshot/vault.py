@@ -39,6 +39,12 @@ def _populate() -> Callable[[int, int, int], int] | None:
     return madvise if works else None
 
 
+class _Memory(mmap.mmap):
+    """A mapping that may be lent several times. ``touched``: every page is backed, whatever was asked of it."""
+
+    touched = False
+
+
 class Arena:
     """One reserved stretch of memory. ``data`` is a 1-d uint8 CPU tensor of ``num_bytes``.
 
@@ -46,10 +52,15 @@ class Arena:
     posted send keeps the memory from being unmapped or handed to somebody else.
     """
 
-    def __init__(self, data: torch.Tensor, *, touched: bool) -> None:
+    def __init__(self, data: torch.Tensor, memory: _Memory | None = None) -> None:
         self.data = data
         self.num_bytes = data.numel()
-        self._touched = touched
+        self._memory = memory
+
+    @property
+    def touched(self) -> bool:
+        """Whether every page is known to be backed by memory."""
+        return self._memory is None or self._memory.touched
 
     def touch(self, pace: Callable[[float], bool] | None = None) -> None:
         """Every page is backed by memory; the content is unchanged. Safe beside writers; gives up the GIL.
@@ -62,7 +73,7 @@ class Arena:
                 memory for its gradients, waits for the same kernel meanwhile.
         """
         populate = _populate()
-        if self._touched or populate is None:
+        if self._memory is None or self._memory.touched or populate is None:
             return
         base = self.data.data_ptr()
         for offset in range(0, self.num_bytes, _TOUCH_STEP_BYTES):
@@ -75,7 +86,8 @@ class Arena:
                 return
             if pace is not None and not pace(time.perf_counter() - began):
                 return
-        self._touched = True
+        if self.num_bytes == len(self._memory):
+            self._memory.touched = True
 
 
 class Vault:
@@ -83,19 +95,22 @@ class Vault:
 
     Args:
         budget_bytes: Most bytes of arenas alive at once.
-        keep: Keep the memory of arenas that came back for the next reservation that it fits.
+        keep: Always keep the memory of arenas that came back for the next reservation that it fits. Without it that is
+            done only between ``hold`` and ``let_go``.
         pinned: Take page-locked memory, for copies from CUDA devices; it is not kept.
     """
 
     def __init__(self, budget_bytes: int, *, keep: bool = False, pinned: bool = False) -> None:
         self._budget_bytes = budget_bytes
         self._keep = keep
+        self._holds = False
+        self._closed = False
         self._pinned = pinned
         # Re-entrant: a finalizer may run in the middle of an allocation that holds it.
         self._lock = threading.RLock()
         self._used_bytes = 0
         self._peak_bytes = 0
-        self._kept: list[mmap.mmap] = []
+        self._kept: list[_Memory] = []
 
     @property
     def used_bytes(self) -> int:
@@ -122,7 +137,7 @@ class Vault:
             if fitting:
                 best = min(fitting, key=len)
                 self._kept.remove(best)
-                return self._lend(best, num_bytes, touched=False)
+                return self._lend(best, num_bytes)
             while self._kept and self._used_bytes + size > self._budget_bytes:
                 self._used_bytes -= len(self._kept.pop())
             if self._used_bytes + size > self._budget_bytes:
@@ -154,15 +169,31 @@ class Vault:
         with self._lock:
             self._used_bytes -= num_bytes
 
+    def hold(self) -> None:
+        """Somebody joins: memory that comes back is kept from now on, so that the next one finds it touched."""
+        with self._lock:
+            self._holds = not self._closed
+
+    def let_go(self) -> None:
+        """Nobody joins any more: what was only held goes back to the system, and so does what comes back later."""
+        with self._lock:
+            self._holds = False
+            if not self._keep:
+                self._drop()
+
     def close(self) -> None:
         """Kept memory is dropped; what comes back later is, too. Safe twice."""
         with self._lock:
-            self._keep = False
-            while self._kept:
-                self._used_bytes -= len(self._kept.pop())
+            self._closed = True
+            self._keep = self._holds = False
+            self._drop()
+
+    def _drop(self) -> None:
+        while self._kept:
+            self._used_bytes -= len(self._kept.pop())
 
     def _map(self, size: int, num_bytes: int) -> Arena:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _Memory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform.startswith("linux"):
             try:
                 memory.madvise(mmap.MADV_HUGEPAGE)  # several times faster to touch
@@ -175,22 +206,23 @@ class Vault:
             array = np.frombuffer(memory, dtype=np.uint8)
             for offset in range(0, size, _TOUCH_STEP_BYTES):
                 np.copyto(array[offset : offset + _TOUCH_STEP_BYTES], 0)
-        return self._lend(memory, num_bytes, touched=_populate() is None)
+            memory.touched = True
+        return self._lend(memory, num_bytes)
 
-    def _lend(self, memory: mmap.mmap, num_bytes: int, *, touched: bool) -> Arena:
+    def _lend(self, memory: _Memory, num_bytes: int) -> Arena:
         # The memoryview stands between tensors and memory so that its end tells that the last tensor is gone.
         window = memoryview(memory)
         weakref.finalize(window, self._came_back, memory).atexit = False
-        return Arena(torch.frombuffer(window, dtype=torch.uint8)[:num_bytes], touched=touched)
+        return Arena(torch.frombuffer(window, dtype=torch.uint8)[:num_bytes], memory)
 
     def _pin(self, size: int, num_bytes: int) -> Arena:
         data = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         weakref.finalize(data.untyped_storage(), self._unpinned, size).atexit = False
-        return Arena(data[:num_bytes], touched=True)
+        return Arena(data[:num_bytes])
 
-    def _came_back(self, memory: mmap.mmap) -> None:
+    def _came_back(self, memory: _Memory) -> None:
         with self._lock:
-            if self._keep:
+            if self._keep or self._holds:
                 self._kept.append(memory)
             else:
                 self._used_bytes -= len(memory)

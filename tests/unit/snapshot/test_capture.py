@@ -134,6 +134,34 @@ def test_memory_of_a_large_state_is_touched_before_the_capture() -> None:
         assert donor.check(future).inner_step >= 1
 
 
+def test_the_next_capture_uses_touched_memory_again_as_long_as_anybody_reads() -> None:
+    donor = Donor(IN_BACKGROUND)
+    vault = donor.snapshots.vault
+    with donor.snapshots:
+        stays = donor.snapshots.lease_outer(FIRST, "stays")
+        assert until(lambda: vault._holds)
+
+        def capture(name: str) -> int:
+            future = donor.ask(name)
+            while not future.done():
+                donor.step()
+            lease = future.result()
+            where = lease.read(0, 0, 1).data.data_ptr()
+            lease.release("done")
+            return where
+
+        first = capture("one")
+        assert until(lambda: vault._kept)
+        assert vault._kept[-1].touched
+        peak = vault.peak_bytes
+        assert capture("two") == first
+        assert vault.peak_bytes == peak
+        stays.release("done")
+        del stays
+        assert until(lambda: vault.used_bytes == 0), "the keeper gives it back"
+        assert not vault._holds
+
+
 @pytest.mark.parametrize("config", [SMALL, IN_BACKGROUND])
 def test_whoever_asks_while_the_training_thread_stands_is_served_by_a_service_thread(config: SnapshotConfig) -> None:
     donor = Donor(config)

@@ -221,7 +221,7 @@ def test_memory_goes_back_with_the_last_lease(donor: Donor) -> None:
     one.release("done")
     assert donor.snapshots.vault.used_bytes > 0
     two.release("done")
-    assert donor.snapshots.vault.used_bytes == 0
+    assert until(lambda: donor.snapshots.vault.used_bytes == 0)
     assert [event.reason for event in donor.events.of(LeaseEnded)] == ["done", "done"]
     with pytest.raises(DonorRefused, match="is not held"):
         donor.snapshots.expire_leases()

@@ -75,6 +75,58 @@ def test_kept_memory_is_reused_evicted_and_dropped() -> None:
     assert vault.used_bytes == 0
 
 
+def test_held_memory_is_reused_as_touched_and_let_go() -> None:
+    vault = Vault(20 * MIB)
+    vault.hold()
+    arena = vault.reserve(8 * MIB)
+    assert arena is not None
+    arena.touch()
+    where = arena.data.data_ptr()
+    del arena
+    assert vault.used_bytes == 8 * MIB, "held"
+    again = vault.reserve(8 * MIB)
+    assert again is not None
+    assert (again.data.data_ptr(), again.touched) == (where, True)
+    del again
+    vault.let_go()
+    assert vault.used_bytes == 0
+    late = vault.reserve(8 * MIB)
+    assert late is not None
+    del late
+    assert vault.used_bytes == 0, "nobody joins any more"
+    vault.close()
+    vault.hold()
+    late = vault.reserve(8 * MIB)
+    del late
+    assert vault.used_bytes == 0, "closed"
+
+
+def test_letting_go_leaves_what_is_always_kept() -> None:
+    vault = Vault(20 * MIB, keep=True)
+    vault.hold()
+    arena = vault.reserve(8 * MIB)
+    del arena
+    vault.let_go()
+    assert vault.used_bytes == 8 * MIB
+
+
+def test_part_of_the_memory_touched_is_not_all_of_it() -> None:
+    vault = Vault(20 * MIB, keep=True)
+    arena = vault.reserve(8 * MIB)
+    assert arena is not None
+    if not arena.touched:  # else the system cannot touch without writing, and the vault has touched all
+        arena.touch(lambda seconds: False)
+        assert not arena.touched
+        del arena
+        smaller = vault.reserve(7 * MIB)
+        assert smaller is not None
+        smaller.touch()
+        del smaller
+        arena = vault.reserve(8 * MIB)
+        assert arena is not None
+        assert not arena.touched
+
+
 def test_memory_that_comes_back_after_close_is_not_kept() -> None:
     vault = Vault(20 * MIB, keep=True)
     arena = vault.reserve(MIB)
