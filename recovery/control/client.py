@@ -14,7 +14,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ import grpc
 from protos.recovery.v1 import coordinator_pb2, coordinator_pb2_grpc
 from recovery.control.channel import PING_TIMEOUT_SECONDS, open_channel
 from recovery.control.key_value import RendezvousKeyValue
-from recovery.control.mailbox import Mailbox
+from recovery.control.outbox import Outbox
 from recovery.control.rpc_errors import cause, details_of, told_failure
 from recovery.control.security import SecurityConfig
 from recovery.control.wire import from_proto
@@ -33,7 +33,6 @@ from recovery.errors import (
     CoordinatorUnreachable,
     MisuseError,
     RecoveryError,
-    RunRefused,
     Stop,
 )
 from recovery.types import Address, KeyValue
@@ -109,7 +108,7 @@ class CoordinatorClient:
         self._refusal: RecoveryError | None = None
         self._failed: BaseException | None = None
         self._last_cause = "no attempt was made yet"
-        self._outbox: _Outbox | None = None
+        self._outbox: Outbox | None = None
         self._cancel: Callable[[], object] | None = None
         self._deliveries: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -285,7 +284,12 @@ class CoordinatorClient:
         """Make one attempt and stay as long as it lasts; True: it was welcomed."""
         channel = self._open_channel()
         try:
-            outbox = _Outbox(self._hello(), self._config)
+            outbox = Outbox(
+                self._hello(),
+                beat_seconds=self._config.beat_seconds,
+                silence_seconds=self._config.silence_seconds,
+                max_messages=self._config.outbox_messages,
+            )
             call: Any = coordinator_pb2_grpc.CoordinatorStub(channel).Attach(outbox)
             with self._changed:
                 self._outbox, self._cancel = outbox, call.cancel
@@ -369,36 +373,3 @@ class CoordinatorClient:
             self._changed.notify_all()
         if cancel is not None:
             cancel()
-
-
-class _Outbox(Iterator[coordinator_pb2.WorkerMessage]):
-    """The messages of one attachment, the hello first; gRPC takes them in a thread of its own."""
-
-    def __init__(self, hello: coordinator_pb2.Hello, config: ClientConfig) -> None:
-        self._config = config
-        self._messages: Mailbox[coordinator_pb2.WorkerMessage] = Mailbox(config.outbox_messages)
-        self._messages.put(coordinator_pb2.WorkerMessage(hello=hello))
-        self._beats = 0
-        self._heard = time.monotonic()
-        self.on_silence: Callable[[], object] = lambda: None
-
-    def put(self, message: coordinator_pb2.WorkerMessage) -> bool:
-        return self._messages.offer(message)
-
-    def end(self) -> None:
-        self._messages.end(RunRefused("the attachment is over"))
-
-    def heard(self) -> None:
-        self._heard = time.monotonic()
-
-    def __next__(self) -> coordinator_pb2.WorkerMessage:
-        try:
-            message = self._messages.take(self._config.beat_seconds)
-        except RecoveryError:
-            raise StopIteration from None
-        if message is not None:
-            return message
-        if 0 < self._config.silence_seconds < time.monotonic() - self._heard:
-            self.on_silence()
-        self._beats += 1
-        return coordinator_pb2.WorkerMessage(beat=coordinator_pb2.Beat(number=self._beats))

@@ -149,6 +149,12 @@ class Script:
         assert isinstance(found[-1], coordinator_pb2.Ticket)
         return found[-1]
 
+    def no_donor(self, name: str) -> coordinator_pb2.NoDonor:
+        found = self.heard_only(name, coordinator_pb2.NoDonor)
+        assert found, f"{name} was not told that there is no donor"
+        assert isinstance(found[-1], coordinator_pb2.NoDonor)
+        return found[-1]
+
     def received(self, name: str, ticket: coordinator_pb2.Ticket) -> None:
         self.say(
             name,

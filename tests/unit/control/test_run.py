@@ -1,37 +1,17 @@
-"""The coordinator's machine, told line by line."""
+"""The coordinator's machine, told line by line: boundaries, votes, what is durable."""
 
 from __future__ import annotations
 
 from protos.recovery.v1 import common_pb2, coordinator_pb2, operations_pb2
-from recovery.control.wire import from_proto, to_proto
+from recovery.control.wire import from_proto
 from recovery.errors import RecoveryError
-from recovery.types import NO_VERSION, Version
+from recovery.types import Version
 from tests.unit.control.script import Script, failure, fingerprint_of
 
 COMMITTED = coordinator_pb2.VERDICT_COMMITTED
 ABORTED = coordinator_pb2.VERDICT_ABORTED
 EXCLUDED = coordinator_pb2.VERDICT_EXCLUDED
 PAUSED = coordinator_pb2.VERDICT_PAUSED
-K0 = Version(1, 0)
-
-
-def test_one_origin_is_named_and_the_others_get_its_state() -> None:
-    script = Script()
-    for name in ("b", "a", "c"):
-        script.attach(name)
-    assert not script.heard_only("a", coordinator_pb2.BecomeOrigin)
-    script.wait(2.0)
-    (origin,) = script.heard_only("a", coordinator_pb2.BecomeOrigin)
-    assert isinstance(origin, coordinator_pb2.BecomeOrigin)
-    assert from_proto(origin.version) == K0
-    assert script.durable.newest_lineage == 1, "the lineage is stored before it is told"
-    assert not script.heard_only("b", coordinator_pb2.Ticket)
-    script.applied("a", K0)
-    assert script.sealed == K0
-    ticket = script.ticket("c")
-    assert [donor.worker.worker_id for donor in ticket.donors] == ["a"]
-    assert ticket.fingerprint == fingerprint_of(K0)
-    assert ticket.reason == "fresh"
 
 
 def test_a_run_commits_boundary_after_boundary() -> None:
@@ -186,42 +166,6 @@ def test_a_diverged_state_is_replaced_after_the_seal() -> None:
     assert script.ticket("c").reason == "diverged"
 
 
-def test_all_gone_resumes_the_newest_checkpoint_under_a_new_lineage() -> None:
-    """As reported in NousResearch/nousnet#357."""
-    script = Script()
-    version = script.start("a", "b")
-    for _ in range(3):
-        version = script.step("a", "b", at=version)
-    script.detach("a")
-    script.detach("b")
-    script.attach("x")
-    script.attach("y")
-    (first,) = script.heard_only("x", coordinator_pb2.NoDonor)
-    assert isinstance(first, coordinator_pb2.NoDonor)
-    assert first.expected
-    assert not first.resume_from_disk
-    script.wait(5.0)
-    (asked,) = script.heard_only("x", coordinator_pb2.NoDonor)
-    assert isinstance(asked, coordinator_pb2.NoDonor)
-    assert asked.resume_from_disk
-    for name, held in (("x", Version(1, 1)), ("y", Version(1, 2))):
-        report = coordinator_pb2.RecoveryReport(
-            version=to_proto(held), fingerprint=fingerprint_of(held), source=coordinator_pb2.RECOVERY_SOURCE_DISK
-        )
-        script.say(name, report)
-    (begin,) = script.heard_only("y", coordinator_pb2.BecomeOrigin)
-    assert isinstance(begin, coordinator_pb2.BecomeOrigin)
-    assert from_proto(begin.version) == Version(2, 2)
-    assert script.durable.lineages[-1].lost_steps == 1
-    assert script.durable.lineages[-1].parent == Version(1, 2)
-    script.applied("y", Version(2, 2))
-    assert script.ticket("x").reason == "fresh"
-    # The old one thaws: however high its step, it is a joiner.
-    script.attach("a", Version(1, 3), incarnation="i1")
-    assert script.ticket("a").reason == "behind"
-    assert script.sealed == Version(2, 2)
-
-
 def break_epoch(script: Script, names: str, version: Version, *accusers: tuple[str, str]) -> int:
     """All arrive, and the averaging fails: each accuser names its suspect. Returns the epoch."""
     script.arrive(*names, at=version)
@@ -282,125 +226,6 @@ def test_blame_for_another_boundary_or_from_a_stranger_counts_for_nothing() -> N
     assert len(script.roster("a").members) == 3
 
 
-def test_a_lost_worker_is_forgotten_in_time_and_counted() -> None:
-    script = Script(forget_after_seconds=60.0)
-    script.start("a", "b", "c")
-    script.detach("b")
-    script.detach("c")
-    script.wait(59.0)
-    listed = script.machine.status(script.now)
-    assert [(worker.worker.worker_id, worker.alive) for worker in listed.workers] == [
-        ("a", True),
-        ("b", False),
-        ("c", False),
-    ]
-    assert "it is gone" in listed.workers[1].waiting_for
-    script.attach("c", incarnation="i2")  # a new process of the name takes the lost one's place
-    script.wait(1.0)
-    listed = script.machine.status(script.now)
-    assert [(worker.worker.worker_id, worker.alive) for worker in listed.workers] == [("a", True), ("c", True)]
-    assert listed.gone == 1
-    script.attach("b")
-    assert script.ticket("b").donors
-
-
-def test_a_workers_trouble_is_shown() -> None:
-    script = Script()
-    script.start("a")
-    script.advertise("a", 1, trouble="a checkpoint failed: disk full")
-    assert script.machine.status(script.now).workers[0].trouble == "a checkpoint failed: disk full"
-    script.advertise("a", 2)
-    assert script.machine.status(script.now).workers[0].trouble == ""
-
-
-def test_all_gone_and_no_checkpoint_is_said_so() -> None:
-    script = Script()
-    script.start("a")
-    script.detach("a")
-    script.attach("x")
-    script.wait(5.0)
-    script.say("x", coordinator_pb2.RecoveryReport(failure=failure(common_pb2.NEXT_ACTION_NEXT_SOURCE)))
-    last = script.heard_only("x", coordinator_pb2.NoDonor)[-1]
-    assert isinstance(last, coordinator_pb2.NoDonor)
-    assert not last.expected
-    assert "checkpoint" in last.reason
-    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
-
-
-def test_policy_refuse_turns_a_fresh_worker_away() -> None:
-    script = Script(on_all_gone="refuse")
-    script.start("a")
-    script.detach("a")
-    script.attach("x")
-    script.wait(5.0)
-    (rejected,) = script.heard_only("x", coordinator_pb2.Rejected)
-    assert isinstance(rejected, coordinator_pb2.Rejected)
-    assert "refuse" in rejected.failure.message
-    assert "x" in script.dropped
-
-
-def test_a_fresh_coordinator_names_no_origin_beside_an_unknown_history_until_adopt() -> None:
-    script = Script()
-    script.attach("a", Version(3, 17))
-    script.attach("b", Version(3, 17))
-    script.attach("fresh")
-    script.wait(10.0)
-    assert script.durable.newest_lineage == 0
-    assert "recovery adopt" in script.waiting_for("fresh")
-    script.operate("r", operations_pb2.AdoptRequest(request_id="r"))
-    (begin,) = script.heard_only("a", coordinator_pb2.BecomeOrigin)
-    assert isinstance(begin, coordinator_pb2.BecomeOrigin)
-    assert from_proto(begin.version) == Version(4, 17)
-    script.applied("a", Version(4, 17))
-    (answer,) = script.answers["r"]
-    assert isinstance(answer, operations_pb2.AdoptResponse)
-    assert script.ticket("b").reason == "behind"
-    assert script.ticket("fresh").reason == "fresh"
-
-
-def test_an_unknown_history_is_turned_away_after_its_deadline() -> None:
-    script = Script()
-    script.attach("a", Version(3, 17))
-    script.wait(60.0)
-    (rejected,) = script.heard_only("a", coordinator_pb2.Rejected)
-    assert isinstance(rejected, coordinator_pb2.Rejected)
-    assert "recovery adopt" in rejected.failure.message
-
-
-def test_strangers_are_refused_by_name() -> None:
-    """As reported in learning-at-home/hivemind#624."""
-    script = Script()
-    script.start("a")
-    cases: dict[str, dict[str, object]] = {
-        "ATEN_CPU_CAPABILITY=avx2": {"numerics_id": "torch-2.13.0/cpu/AVX512"},
-        "run 'other'": {"run_id": "other"},
-        "layout": {"layout_digest": b"x" * 32},
-        "protocol 2": {"protocol": 2},
-    }
-    for index, (named, hello) in enumerate(cases.items()):
-        name = f"s{index}"
-        script.attach(name, **hello)  # type: ignore[arg-type]
-        (rejected,) = script.heard_only(name, coordinator_pb2.Rejected)
-        assert isinstance(rejected, coordinator_pb2.Rejected)
-        assert named in rejected.failure.message
-        assert name in script.dropped
-
-
-def test_the_same_name_twice() -> None:
-    """As reported in meta-pytorch/torchft#63."""
-    script = Script()
-    script.start("a", "b")
-    script.attach("b", incarnation="i2")
-    (rejected,) = script.heard_only("b", coordinator_pb2.Rejected)
-    assert isinstance(rejected, coordinator_pb2.Rejected)
-    assert "taken" in rejected.failure.message
-    script.wait(10.0)
-    script.attach("b", incarnation="i3")
-    heard = script.heard("b")
-    assert any(isinstance(message, coordinator_pb2.Evicted) for message in heard)
-    assert any(isinstance(message, coordinator_pb2.Ticket) for message in heard)
-
-
 def test_fewer_than_the_minimum_never_commit_and_say_so() -> None:
     script = Script(min_participants=2, gather_max_wait_seconds=5.0)
     version = script.start("a", "b")
@@ -438,55 +263,3 @@ def test_resync_is_one_order_and_one_answer_each() -> None:
     assert len(script.answers["r1"]) == 2
     script.operate("r1", operations_pb2.ResyncRequest(request_id="r1", worker_id="a"))
     assert isinstance(script.answers["r1"][-1], RecoveryError)
-
-
-def test_a_fresh_worker_alone_in_a_run_with_history_is_never_its_origin() -> None:
-    """As reported in nicholicaron/ft-diloco (operator's log)."""
-    script = Script()
-    version = script.start("a", "b")
-    script.step("a", "b", at=version)
-    script.detach("a")
-    script.detach("b")
-    script.attach("x")
-    script.wait(100000.0)
-    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
-    script.restart()
-    script.attach("x", NO_VERSION, incarnation="i2")
-    script.wait(100000.0)
-    assert not script.heard_only("x", coordinator_pb2.BecomeOrigin)
-
-
-def test_another_number_of_inner_steps_is_refused_by_name() -> None:
-    script = Script()
-    script.attach("a", inner_steps_per_phase=10)
-    script.attach("b", inner_steps_per_phase=20)
-    (told,) = script.heard_only("b", coordinator_pb2.Rejected)
-    assert isinstance(told, coordinator_pb2.Rejected)
-    assert told.failure.message == (
-        "worker b takes 20 inner steps in a phase, worker a takes 10: start it with inner_steps_per_phase=10"
-    )
-    script.attach("b", inner_steps_per_phase=10)
-    script.detach("a")
-    script.detach("b")
-    script.attach("c", inner_steps_per_phase=20)
-    assert not script.heard_only("c", coordinator_pb2.Rejected), "all ended, to go on with another number"
-
-
-def test_the_coordinators_number_of_inner_steps_goes_before_that_of_workers() -> None:
-    script = Script(inner_steps_per_phase=5)
-    script.attach("a", inner_steps_per_phase=10)
-    (told,) = script.heard_only("a", coordinator_pb2.Rejected)
-    assert isinstance(told, coordinator_pb2.Rejected)
-    assert "this run's coordinator was told 5" in told.failure.message
-
-
-def test_a_joiner_that_never_had_a_state_is_not_called_poisoned() -> None:
-    script = Script()
-    script.start("a")
-    script.attach("j")
-    script.ticket("j")
-    for _ in range(2):
-        script.say("j", coordinator_pb2.Advertisement(poisoned=True, waiting_for="not admitted: the link is too slow"))
-    (status,) = [w for w in script.machine.status(script.now).workers if w.worker.worker_id == "j"]
-    assert not status.poisoned
-    assert status.waiting_for.endswith("not admitted: the link is too slow")

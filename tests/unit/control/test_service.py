@@ -10,33 +10,29 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.recovery.v1 import coordinator_pb2, coordinator_pb2_grpc, operations_pb2
+from protos.recovery.v1 import coordinator_pb2, coordinator_pb2_grpc
 from recovery.clock import SystemClock
 from recovery.control import owner as owner_module
 from recovery.control.channel import open_channel
 from recovery.control.history import History
 from recovery.control.inputs import (
-    Answer,
     Attached,
     Detached,
     Drop,
     Effect,
-    Emit,
     Input,
-    Operated,
     Persist,
     Received,
     Tell,
     Tick,
 )
-from recovery.control.operator_client import OperatorClient
 from recovery.control.policy import RunPolicy
 from recovery.control.record import DrainSet
 from recovery.control.rpc_errors import status_code, told_failure
 from recovery.control.server import CoordinatorConfig, CoordinatorServer
 from recovery.control.wire import to_proto
-from recovery.errors import BadConfiguration, CoordinatorUnreachable, DonorBusy, MisuseError, NoDonorLeft, RunRefused
-from recovery.events import Recorder, WorkerStalled
+from recovery.errors import CoordinatorUnreachable, NoDonorLeft, RunRefused
+from recovery.events import Recorder
 from recovery.types import WorkerRef
 from tests.support.coordinators import LOOPBACK, PLAIN, RUN, RecordingClient, coordinator
 from tests.support.scripted_machine import ScriptedMachine, hello, tell, welcoming
@@ -300,213 +296,6 @@ def test_an_overdue_wakeup_does_not_keep_inputs_waiting(tmp_path: Path) -> None:
     machine.wakeup = 0.0
     with coordinator(tmp_path, machine) as server, RecordingClient(server.address) as worker:
         worker.client.wait_attached(30)
-
-
-# Operations
-
-
-def answering() -> ScriptedMachine:
-    """Answer every Verify with the number of the request, counted from 1."""
-    counted: list[str] = []
-
-    def script(event: Input) -> list[Effect]:
-        if not isinstance(event, Operated) or not isinstance(event.request, operations_pb2.VerifyRequest):
-            return welcoming(event)
-        counted.append(event.request_id)
-        if event.request.worker_id == "gone":
-            return [Answer(event.request_id, NoDonorLeft("worker gone is not attached"))]
-        return [Answer(event.request_id, operations_pb2.VerifyResponse(different=[str(len(counted))]))]
-
-    return ScriptedMachine(script)
-
-
-def test_the_same_request_id_acts_once(tmp_path: Path) -> None:
-    with coordinator(tmp_path, answering()) as server, OperatorClient(server.address, PLAIN) as operator:
-        first = operator.verify("w0", timeout_seconds=30, request_id="r1")
-        again = operator.verify("w0", timeout_seconds=30, request_id="r1")
-        other = operator.verify("w0", timeout_seconds=30)
-        assert [list(answer.different) for answer in (first, again, other)] == [["1"], ["1"], ["2"]]
-        with pytest.raises(BadConfiguration, match="r1 was used for another request"):
-            operator.verify("w1", timeout_seconds=30, request_id="r1")
-        with pytest.raises(BadConfiguration, match="200 characters"):
-            operator.verify("w1", request_id="r" * 201)
-
-
-def test_a_failed_operation_raises_the_machines_error(tmp_path: Path) -> None:
-    with (
-        coordinator(tmp_path, answering()) as server,
-        OperatorClient(server.address, PLAIN) as operator,
-        pytest.raises(NoDonorLeft, match="worker gone is not attached"),
-    ):
-        operator.verify("gone")
-
-
-def test_an_operator_who_gives_up_gets_the_answer_when_he_asks_again(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def script(event: Input) -> list[Effect]:
-        if isinstance(event, Operated) and isinstance(event.request, operations_pb2.VerifyRequest):
-            asked.append(event.request_id)
-            return []
-        if isinstance(event, Attached):
-            return [*welcoming(event), Answer("r1", operations_pb2.VerifyResponse(different=["late"]))]
-        return []
-
-    with coordinator(tmp_path, ScriptedMachine(script)) as server, OperatorClient(server.address, PLAIN) as operator:
-        request = operations_pb2.VerifyRequest(request_id="r1", worker_id="w0")
-        with pytest.raises(grpc.RpcError) as caught:
-            operator._stub().Verify(request, timeout=0.3)
-        assert status_code(caught.value) is grpc.StatusCode.DEADLINE_EXCEEDED
-        with RecordingClient(server.address) as worker:
-            worker.client.wait_attached(30)
-            assert operator._stub().Verify(request, timeout=30).different == ["late"]
-    assert asked == ["r1"]
-
-
-def test_a_poll_of_status_does_not_take_an_orders_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dashboard asks for the status while an operator waits for an order: the order's answer still arrives."""
-    monkeypatch.setattr(owner_module, "KEPT_ANSWERS", 4)
-
-    def script(event: Input) -> list[Effect]:
-        if isinstance(event, Attached):
-            return [*welcoming(event), Answer("r1", operations_pb2.VerifyResponse(different=["late"]))]
-        return welcoming(event)
-
-    machine = ScriptedMachine(script)
-    with coordinator(tmp_path, machine) as server, OperatorClient(server.address, PLAIN) as operator:
-        answers: list[operations_pb2.VerifyResponse] = []
-        asks = threading.Thread(
-            target=lambda: answers.append(operator.verify("w0", timeout_seconds=60, request_id="r1")), daemon=True
-        )
-        asks.start()
-        machine.wait_for(lambda event: isinstance(event, Operated) and event.request_id == "r1")
-        for number in range(8):
-            operator.list()
-            # Nor do other orders that wait as well.
-            with pytest.raises(grpc.RpcError):
-                operator._stub().Verify(operations_pb2.VerifyRequest(request_id=f"p{number}"), timeout=0.05)
-        with RecordingClient(server.address) as worker:
-            worker.client.wait_attached(30)
-            asks.join(30)
-    assert [list(answer.different) for answer in answers] == [["late"]]
-
-
-def test_an_answer_that_nobody_asked_for_is_harmless(tmp_path: Path) -> None:
-    def script(event: Input) -> list[Effect]:
-        return [Answer("unknown", operations_pb2.SaveResponse()), *welcoming(event)]
-
-    with coordinator(tmp_path, ScriptedMachine(script)) as server, RecordingClient(server.address) as worker:
-        worker.client.wait_attached(30)
-
-
-def stalled(event: Input) -> list[Effect]:
-    if isinstance(event, Received):
-        return [Emit(WorkerStalled(worker_id="w0", stalled_seconds=5.0))]
-    return welcoming(event)
-
-
-def test_watch_shows_events_from_now_on(tmp_path: Path) -> None:
-    with (
-        coordinator(tmp_path, ScriptedMachine(stalled)) as server,
-        OperatorClient(server.address, PLAIN) as operator,
-        RecordingClient(server.address) as worker,
-    ):
-        worker.client.wait_attached(30)
-        seen: list[operations_pb2.WatchResponse] = []
-        first = threading.Event()
-
-        def watch() -> None:
-            for response in operator.watch():
-                seen.append(response)
-                first.set()
-                return
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        # Sent until one arrives: a watch begins at some moment after its request.
-        while not first.wait(0.05):
-            worker.client.send(coordinator_pb2.WorkerMessage(vote=coordinator_pb2.Vote(epoch=1)))
-        watcher.join()
-    assert seen[0].event == "WorkerStalled"
-    assert '"stalled_seconds": 5.0' in seen[0].fields_json
-
-
-def test_too_many_watchers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "MAX_WATCHERS", 0)
-    with (
-        coordinator(tmp_path) as server,
-        OperatorClient(server.address, PLAIN) as operator,
-        pytest.raises(DonorBusy, match="watch this run already"),
-    ):
-        next(iter(operator.watch()))
-
-
-# Life
-
-
-def test_a_taken_port_is_named_and_the_state_folder_is_given_back(tmp_path: Path) -> None:
-    with (
-        coordinator(tmp_path / "one") as first,
-        pytest.raises(BadConfiguration, match=rf"{first.port}: the port is in use"),
-        coordinator(tmp_path / "two", listen=first.address),
-    ):
-        pass
-    with coordinator(tmp_path / "two"):
-        pass
-
-
-def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
-    config = CoordinatorConfig(
-        policy=RunPolicy(run_id=RUN),
-        listen=type(LOOPBACK)("no-such-host.invalid", 0),
-        state_dir=tmp_path,
-        new_run=True,
-        security=type(PLAIN)(insecure=True),
-    )
-    with pytest.raises(BadConfiguration, match="host name is not known"):
-        CoordinatorServer(config).start()
-
-
-def test_a_second_coordinator_on_the_same_state_is_refused(tmp_path: Path) -> None:
-    with coordinator(tmp_path), pytest.raises(BadConfiguration, match="held by another coordinator"):
-        CoordinatorServer(CoordinatorConfig(policy=RunPolicy(run_id=RUN), listen=LOOPBACK, state_dir=tmp_path)).start()
-
-
-def test_life_is_start_and_stop_once(tmp_path: Path) -> None:
-    config = CoordinatorConfig(policy=RunPolicy(run_id=RUN), listen=LOOPBACK, state_dir=tmp_path, new_run=True)
-    server = CoordinatorServer(config, make_machine=lambda *_: ScriptedMachine())
-    server.stop()
-    with pytest.raises(MisuseError):
-        _ = server.address
-    server.start()
-    with pytest.raises(MisuseError):
-        server.start()
-    server.stop()
-    server.stop()
-
-
-def test_a_coordinator_that_ends_loses_no_worker(tmp_path: Path) -> None:
-    """Its streams end because it ends: the machine must not decide anything from that any more."""
-    machine = ScriptedMachine()
-    with coordinator(tmp_path, machine) as server:
-        worker = RecordingClient(server.address)
-        worker.client.start()
-        worker.client.wait_attached(30)
-    assert worker.wait_detached() == "the coordinator ended the stream"
-    assert not any(isinstance(event, Detached) for event in machine.inputs)
-    worker.client.close()
-
-
-def test_the_port_file_holds_the_whole_address(tmp_path: Path) -> None:
-    config = CoordinatorConfig(
-        policy=RunPolicy(run_id=RUN),
-        listen=LOOPBACK,
-        state_dir=tmp_path / "state",
-        new_run=True,
-        port_file=tmp_path / "port",
-    )
-    with CoordinatorServer(config, make_machine=lambda *_: ScriptedMachine()) as server:
-        assert (tmp_path / "port").read_text() == f"{server.address}\n"
 
 
 def test_worker_ref_is_what_the_machine_sees(tmp_path: Path) -> None:
