@@ -172,7 +172,7 @@ class Process:
             return
         self.attempt = attempt
         task = self.turn_to(RESTORING)
-        self.world.transfer(self, message, task)
+        self.world.planes.transfer(self, message, task)
 
     def restored(self, message: coordinator_pb2.Ticket, value: bytes, failed: list[str]) -> None:
         """The attempt ended: with the state ``value``, or none."""
@@ -235,7 +235,7 @@ class Process:
         self.era = self.connection.era if self.connection is not None else self.world.oracle.era
         self.turn_to(AVERAGING)
         self.later(self.task, 5.0, "_fail_averaging")
-        self.world.averaging(self, message)
+        self.world.planes.averaging(self, message)
 
     def averaged(self, digest: bytes) -> None:
         """The collective is complete here."""
@@ -250,7 +250,7 @@ class Process:
     def _fail_averaging(self) -> None:
         if self.mode != AVERAGING:
             return
-        suspect = self.world.suspect(self)
+        suspect = self.world.planes.suspect(self)
         failure = common_pb2.Failure(next_action=common_pb2.NEXT_ACTION_OTHER_DONOR, kind="DonorLost", message="x")
         self.say(coordinator_pb2.EpochFailure(epoch=self.epoch, failure=failure, suspect_worker_id=suspect))
         self.later(self.task, 5.0, "_fail_averaging")

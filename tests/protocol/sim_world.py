@@ -15,10 +15,10 @@ from recovery.control.inputs import Input as MachineInput
 from recovery.control.policy import RunPolicy
 from recovery.control.record import ABORTED, OPEN, EpochClosed, HistoryRecord, copy_of
 from recovery.control.run import RunMachine
-from recovery.control.wire import from_proto
 from recovery.types import NO_VERSION, Version, WorkerRef
-from tests.protocol.sim_oracle import Oracle, Violation, mix
-from tests.protocol.sim_worker import AVERAGING, RESTORING, Process
+from tests.protocol.sim_oracle import Oracle, Violation
+from tests.protocol.sim_planes import DataPlanes
+from tests.protocol.sim_worker import Process
 
 LEASE_SECONDS = 4.0
 
@@ -82,8 +82,7 @@ class World:
         self._lives = itertools.count(1)
         self.processes: dict[str, Process | None] = dict.fromkeys(names)
         self.disks: dict[str, list[tuple[Version, bytes, int]]] = {"": []}
-        self.groups: dict[tuple[int, int], set[str]] = {}
-        self.corrupt_next: set[str] = set()
+        self.planes = DataPlanes(self)
         self.log: list[str] = []
         self.boot = 0
         self.machine: RunMachine | None = None
@@ -282,7 +281,7 @@ class World:
         process.task += 1
         connection = process.connection
         process.connection = None
-        self._others_notice(process)
+        self.planes.others_notice(process)
         if connection is not None:
             connection.broken = True
             self._break_at_coordinator(connection, self.random.uniform(0.0, 0.1), "killed")
@@ -315,90 +314,6 @@ class World:
 
         self.after(LEASE_SECONDS, lease_is_over)
         self.after(seconds, wake)
-
-    # Data planes
-
-    def averaging(self, process: Process, roster: coordinator_pb2.Roster) -> None:
-        """A member enters the collective; complete once all have."""
-        era_epoch = (self.oracle.era, roster.epoch)
-        entered = self.groups.setdefault(era_epoch, set())
-        entered.add(process.ref.incarnation)
-        incarnations = [member.worker.incarnation for member in roster.members]
-        if not entered.issuperset(incarnations):
-            return
-        digest = mix(b"average", str(era_epoch).encode(), *(name.encode() for name in incarnations))
-        for member in roster.members:
-            found = self.processes.get(member.worker.worker_id)
-            if found is not None and found.ref.incarnation == member.worker.incarnation:
-                self._complete_later(found, roster, digest, found.task)
-
-    def _complete_later(self, process: Process, roster: coordinator_pb2.Roster, digest: bytes, task: int) -> None:
-        def due() -> None:
-            if not process.alive or process.task != task or process.mode != AVERAGING:
-                return
-            if process.frozen:
-                self.after(0.5, due)
-                return
-            broken = any(self._is_gone(member.worker.worker_id, member.worker.incarnation) for member in roster.members)
-            if broken and self.random.random() < 0.5:
-                return  # it was waiting for the dead one's last bytes
-            if process.name in self.corrupt_next:
-                self.corrupt_next.discard(process.name)
-                self.struck["corrupt-average"] += 1
-                self.say(f"corrupt average of {process.name}")
-                process.averaged(mix(digest, b"corrupt"))
-            else:
-                process.averaged(digest)
-
-        self.after(self.random.uniform(0.01, 0.2), due)
-
-    def _is_gone(self, name: str, incarnation: str) -> bool:
-        process = self.processes.get(name)
-        return process is None or not process.alive or process.frozen or process.ref.incarnation != incarnation
-
-    def _others_notice(self, dead: Process) -> None:
-        for process in self.processes.values():
-            if process is None or process.mode != AVERAGING or process.roster is None or not process.alive:
-                continue
-            if any(member.worker.incarnation == dead.ref.incarnation for member in process.roster.members):
-                process.later(process.task, self.random.uniform(0.02, 0.5), "_fail_averaging")
-
-    def suspect(self, process: Process) -> str:
-        """Return whom a member blames for a collective that does not end."""
-        if process.roster is None:
-            return ""
-        entered = self.groups.get((self.oracle.era, process.roster.epoch), set())
-        for member in process.roster.members:
-            if member.worker.worker_id != process.name and (
-                member.worker.incarnation not in entered
-                or self._is_gone(member.worker.worker_id, member.worker.incarnation)
-            ):
-                return member.worker.worker_id
-        return ""
-
-    def transfer(self, joiner: Process, ticket: coordinator_pb2.Ticket, task: int) -> None:
-        """Move a state, as its donor lends it now; a donor that dies meanwhile fails it."""
-        version = from_proto(ticket.version)
-        sources: list[tuple[Process, bytes]] = []
-        for donor in ticket.donors:
-            process = self.processes.get(donor.worker.worker_id)
-            if process is not None and process.ref.incarnation == donor.worker.incarnation and process.alive:
-                value = process.lent.get(version)
-                if value is not None and process.mode != RESTORING:
-                    sources.append((process, value))
-
-        def due() -> None:
-            if not joiner.alive or joiner.task != task:
-                return
-            if joiner.frozen:
-                self.after(0.5, due)
-                return
-            good = [(process, value) for process, value in sources if process.alive and not process.frozen]
-            names = [donor.worker.worker_id for donor in ticket.donors]
-            right = [process.name for process, value in good if value == ticket.fingerprint]
-            joiner.restored(ticket, ticket.fingerprint if right else b"", [name for name in names if name not in right])
-
-        self.after(self.random.uniform(0.05, 1.5), due)
 
     # Disks
 

@@ -153,7 +153,7 @@ def _schedule_faults(world: World, names: list[str], until: float, faults: list[
         "crash-between-effects": lambda name: crash_between_effects(),
         "freeze": lambda name: world.freeze(name, random.choice((1.0, 6.0, 15.0)) * random.uniform(0.5, 1.5)),
         "cut": cut,
-        "corrupt-average": world.corrupt_next.add,
+        "corrupt-average": world.planes.corrupt_next.add,
         "corrupt-state": corrupt_state,
         "slow": slow,
         "resync": lambda name: world.operate(operations_pb2.ResyncRequest(worker_id=name)),
@@ -176,7 +176,7 @@ def _schedule_faults(world: World, names: list[str], until: float, faults: list[
 def _quiet(world: World, names: list[str]) -> None:
     world.say("quiet")
     world.wild = False
-    world.corrupt_next.clear()
+    world.planes.corrupt_next.clear()
     world.crash_after = None
     world.start_coordinator()
     for name in names:
