@@ -68,7 +68,7 @@ def on_s3(num_bytes: int, rounds: int) -> dict[str, object]:
             "client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"},
         }
         state = state_of(num_bytes)
-        ways = _ways(state, options, client, Path(folder))
+        ways = _ways(state, options, client, Path(folder), rounds)
         times: dict[str, list[float]] = {name: [] for name in ways}
         for n in range(rounds + 1):
             for name, way in ways.items():
@@ -81,18 +81,20 @@ def on_s3(num_bytes: int, rounds: int) -> dict[str, object]:
 
 
 def _ways(
-    state: dict[str, dict[str, torch.Tensor]], options: dict[str, Any], client: Any, folder: Path
+    state: dict[str, dict[str, torch.Tensor]], options: dict[str, Any], client: Any, folder: Path, rounds: int
 ) -> dict[str, Callable[[int], None]]:
     tensors = flat(state)
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    of = source(state, ValueSource, 1)
+    sources = [source(state, ValueSource, n) for n in range(rounds + 1)]
     file = folder / "file"
+    # Opened once, as a worker does; so are boto's client and, in fsspec's own cache, DCP's file system.
+    storage = open_storage("s3://bench/ours", options)
 
     def save(n: int) -> None:
-        write_checkpoint(open_storage(f"s3://bench/ours/{n}", options), [of])
+        write_checkpoint(storage, [sources[n]])
 
     def load(n: int) -> None:
-        with open_checkpoint(open_storage(f"s3://bench/ours/{n}", options), Version(1, 1)) as checkpoint:
+        with open_checkpoint(storage, Version(1, n)) as checkpoint:
             for part in checkpoint.manifest.parts:
                 wanted = [into[f"{part.name}.{name}"] for name in state[part.name]]
                 checkpoint.read_part(part.name, PartBytes(wanted, part.tensors))

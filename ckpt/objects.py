@@ -1,7 +1,7 @@
 """Storage behind fsspec: ``memory://``, ``s3://``, ``gs://`` and whatever else it knows.
 
-The only module that talks to fsspec. Every backend brings the errors of its own client library; they leave here as
-``StorageError``.
+Only this module and ``uploads`` talk to fsspec. Every backend brings the errors of its own client library; they leave
+here as ``StorageError``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 import fsspec
 
+from ckpt.layout import is_manifest_name, is_part_file_name
 from ckpt.local import LocalStorage
 from ckpt.storage import Entry, Pin, Readable, Storage, StorageError, Writable
+from ckpt.uploads import ObjectWritable, S3Writable, abandon, abandoned_uploads, is_s3
 from recovery.clock import Clock, SystemClock
 from recovery.errors import BadConfiguration
 from recovery.types import MIB
@@ -28,11 +30,11 @@ READING = ".reading-"
 PIN_SECONDS = 6 * 3600.0
 """A reader's mark on an object store counts for this long: a reader that was killed cannot take it away."""
 
+UPLOAD_SECONDS = 24 * 3600.0
+"""An upload in parts that was begun longer ago has no living writer: a save gives up long before."""
+
 YOUNG_SECONDS = 600.0
 """An upload is not seen before its end: a step whose newest object is younger counts as being written."""
-
-_PART_BYTES = 50 * MIB
-_MAX_PARTS = 5000
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """The optional dependency of this package that a protocol needs."""
@@ -104,39 +106,6 @@ class _ObjectReadable:
 
     def close(self) -> None:
         pass
-
-
-class _ObjectWritable:
-    def __init__(self, fs: Any, path: str, num_bytes: int) -> None:
-        self._fs = fs
-        self._path = path
-        # Parts of one upload go one after the other, so that large ones cost least; a server takes 10,000 at most.
-        block = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS // MIB) * MIB)
-        with _translated(f"writing {path}"):
-            self._file = fs.open(path, "wb", block_size=block)
-        self._open = True
-
-    def write(self, data: memoryview) -> None:
-        with _translated(f"writing {self._path}"):
-            self._file.write(bytes(data))
-
-    def commit(self) -> None:
-        with _translated(f"writing {self._path}"):
-            self._file.close()
-        self._open = False
-
-    def abort(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        # Without a discard the file's own close, at the latest by the garbage collector, would upload the torso.
-        with contextlib.suppress(StorageError), _translated(f"discarding {self._path}"):
-            if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
-                self._file.discard()
-                self._file.closed = True
-            else:  # one that was visible from its opening on
-                self._file.close()
-                self._fs.rm_file(self._path)
 
 
 class _Mark:
@@ -219,7 +188,8 @@ class FsspecStorage:
         return _ObjectReadable(self._fs, self._full(path), size)
 
     def create(self, path: str, num_bytes: int = 0) -> Writable:
-        return _ObjectWritable(self._fs, self._full(path), num_bytes)
+        kind = S3Writable if is_s3(self._fs) else ObjectWritable
+        return kind(self._fs, self._full(path), num_bytes, _translated)
 
     def settle(self, folders: Iterable[str]) -> None:
         """Nothing to do: an object that was put is durable, and its name with it."""
@@ -273,6 +243,21 @@ class FsspecStorage:
             if _READING.fullmatch(entry.name) and self._expired(entry):
                 self.delete(f"{folder}/{entry.name}")
                 swept += 1
+        return swept + self._sweep_uploads(folder)
+
+    def _sweep_uploads(self, folder: str) -> int:
+        if not is_s3(self._fs):
+            return 0
+        full, swept = self._full(folder), 0
+        before = datetime.datetime.fromtimestamp(self._clock.wall() - UPLOAD_SECONDS, datetime.UTC)
+        try:
+            with _translated(f"looking for abandoned uploads in {full}"):
+                for name, upload_id in abandoned_uploads(self._fs, full, before):
+                    if is_part_file_name(name) or is_manifest_name(name):
+                        abandon(self._fs, f"{full}/{name}", upload_id)
+                        swept += 1
+        except OSError as error:  # not every server or key may list them: they cost money, and no save
+            logger.info("abandoned uploads stay: %s", error)
         return swept
 
     def _expired(self, entry: Entry) -> bool:
