@@ -30,7 +30,7 @@ from ckpt.writer import _Job, write_checkpoint
 from recovery.control.orders import OrderDesk
 from recovery.errors import BadConfiguration, RecoveryError
 from recovery.types import Version
-from tests.integration import test_ckpt_objects as objects
+from tests.integration import test_ckpt_transfer as transfers
 from tests.unit.ckpt import test_damage as damage
 from tests.unit.ckpt import test_interop as interop
 from tests.unit.ckpt import test_power_cut as power_cut
@@ -134,7 +134,7 @@ class Mutation:
 def _equal_size_on_memory(tmp_path: Path) -> None:
     remote = open_storage("memory://mutation/root")
     assert isinstance(remote, FsspecStorage)
-    objects.test_equal_size_is_not_taken_for_equal_content(tmp_path, remote)
+    transfers.test_equal_size_is_not_taken_for_equal_content(tmp_path, remote)
 
 
 MUTATIONS = [
@@ -211,7 +211,7 @@ MUTATIONS = [
         _everybodys,
         source.test_a_worker_without_own_parts_takes_anothers_but_never_its_data_position,
     ),
-    Mutation("Z15 proof", _Copy, "_prove", _nothing, objects.test_an_upload_is_proven_and_a_lost_file_is_a_failure),
+    Mutation("Z15 proof", _Copy, "_prove", _nothing, transfers.test_an_upload_is_proven_and_a_lost_file_is_a_failure),
     Mutation("Z16 size", _Copy, "_holds", _true, _equal_size_on_memory),
     Mutation("Q1 code", ckpt.interop.dcp, "read_inert", _unpickle, interop.test_metadata_that_brings_code_is_data_only),
 ]
