@@ -72,13 +72,16 @@ def test_joiner_is_bit_equal_at_the_cut_and_after_the_next_step(tmp_path: Path) 
 
 def test_killed_joiner_leaves_the_others_training_and_comes_back(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
-        others = [fleet.worker(f"w{i}", seed=i, agent=CAPPED, **LARGE) for i in range(2)]
+        # One slot each: what the dead joiner held has to be free again before it can come back.
+        others = [fleet.worker(f"w{i}", seed=i, agent={**CAPPED, "donor_slots": 1}, **LARGE) for i in range(2)]
         for other in others:
             other.wait_boundary(1)
         joiner = half_way(fleet, "w2", 2)
-        serving(others)
+        donor = serving(others)
+        since = len(donor.heard)
         joiner.signal(signal.SIGKILL)
         joiner.end()
+        donor.wait_event("LeaseEnded", since=since)
         for other in others:
             other.wait_boundary(later(other))
         again = fleet.worker("w2", seed=2, agent=CAPPED, **LARGE)

@@ -325,7 +325,7 @@ class Scene:
     def reasons_of_aborts(self) -> list[str]:
         """Return why the coordinator ended epochs without a commit."""
         log = (self._folder / "coordinator.log").read_text(errors="replace")
-        return [line for line in log.splitlines() if line.startswith("EpochEnded") and '"aborted"' in line]
+        return [line for line in log.splitlines() if " EpochEnded {" in line and '"aborted"' in line]
 
     def assert_one_history(self) -> None:
         """Everything that any process, dead or alive, ever held at a version is the same; there is one lineage."""
