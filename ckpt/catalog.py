@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckpt.layout import (
     LATEST,
+    REPLICATED_FOLDER,
     is_manifest_name,
     manifest_names,
     parse_step_folder,
@@ -29,13 +30,21 @@ OWNER = "run_"
 _OWNER = re.compile(r"run_([A-Za-z0-9_-][A-Za-z0-9._-]{0,199})")
 
 
+_ONLY_PRIVATE = (
+    "it holds the private parts of {workers} and no replicated ones, which one worker saves for all: restore from that "
+    "worker's folder or the remote, or bring them here with `recovery ckpt copy`"
+)
+
+
 class StepState(enum.Enum):
     """What a step's folder is worth."""
 
     WHOLE = "whole"
     """The manifest of every local rank verifies and every file has its size. Its bytes were not read."""
+    PRIVATE = "private parts only"
+    """Of this run, and as its saver left it: the replicated parts were another worker's to save, in another place."""
     TORN = "torn"
-    """Of this run, but not (or no longer) restorable: interrupted, damaged, or only private parts."""
+    """Of this run, but not (or no longer) restorable: interrupted or damaged."""
     FOREIGN = "foreign"
     """Another run's, or nobody's that can be told. Never touched."""
 
@@ -197,6 +206,8 @@ class Catalog:
             num_bytes += share.num_bytes
             runs.update(record.manifest.run_id for record in share.records)
         state, reason = self._judge(replicated, runs, owners)
+        if state is StepState.TORN and workers and not replicated.paths and not _has_replicated(entries):
+            state, reason = StepState.PRIVATE, _ONLY_PRIVATE.format(workers=", ".join(sorted(workers)))
         return Step(
             version=version,
             state=state,
@@ -297,6 +308,13 @@ class _Share:
         self.reason = ""
         self.unfinished = False
         self.num_bytes = 0
+
+
+def _has_replicated(entries: list[Entry]) -> bool:
+    """Return whether a save of the replicated parts was here, however far it came."""
+    return any(
+        entry.name == REPLICATED_FOLDER if entry.is_folder else is_manifest_name(entry.name) for entry in entries
+    )
 
 
 def _step_of(entry: Entry) -> Version | None:

@@ -116,7 +116,7 @@ class _LocalWritable:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
                 if _is_at(self._descriptor, self._temporary):
                     return
-            except BaseException:
+            except BaseException:  # also Ctrl-C while waiting for the lock: nobody else knows of this file
                 self.abort()
                 raise
             self._close()

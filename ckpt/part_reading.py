@@ -81,7 +81,7 @@ class PartReading:
                     return
                 try:
                     self._hand_on(batch, self._checked(batch, buffer), destination)
-                except BaseException:
+                except BaseException:  # whatever it was, the part is not whole: no other thread hands anything on
                     stop.set()
                     raise
                 if progress is not None:
@@ -95,8 +95,8 @@ class PartReading:
             try:
                 for future in [pool.submit(work) for _ in range(num_threads)]:
                     future.result()
-            except BaseException:
-                stop.set()  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the file
+            except BaseException:  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the file
+                stop.set()
                 raise
 
     def in_order(self, num_threads: int) -> Generator[torch.Tensor, None, None]:

@@ -10,9 +10,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from ckpt.layout import POSITIONS, parse_position_name, position_name
+from ckpt.part_writing import PartSource
 from ckpt.record import FORMAT, seal, unseal
 from ckpt.storage import MAX_RECORD_BYTES, Storage, read_whole, write_whole
-from ckpt.writer import PartSource
 from protos.recovery.v1 import checkpoint_pb2 as pb
 from recovery.clock import Clock, SystemClock
 from recovery.errors import CheckpointFailed, CheckpointRejected, ManifestRejected

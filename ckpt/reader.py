@@ -273,7 +273,7 @@ def open_checkpoint(
         try:
             record = decode_record(read_whole(storage, path), where)
             check_place(record, where, version, run_id, worker_id, local_rank, num_local_ranks)
-        except BaseException:
+        except BaseException:  # nobody else holds the pin yet: left open, it would keep retention away for ever
             if pin is not None:
                 pin.close()
             raise

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckpt.part_writing import PartSource
 from ckpt.retention import RetentionPolicy
-from ckpt.writer import PartSource, WriteReport
+from ckpt.writer import WriteReport
 from recovery.errors import BadConfiguration, CheckpointFailed
 from recovery.state.manifest import Manifest
 from recovery.types import Version

@@ -8,52 +8,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from ckpt.catalog import OWNER
-from ckpt.layout import LATEST, FilePlan, Piece, manifest_name, plan_file, step_folder, worker_folder
+from ckpt.layout import LATEST, manifest_name, step_folder, worker_folder
+from ckpt.part_writing import GivenUp, PartSource, PartWriting
 from ckpt.reader import Checkpoint, num_transfers, open_checkpoint
 from ckpt.record import KEPT, CheckpointRecord, PartFile, Scope, encode_record, file_of
-from ckpt.storage import Storage, Writable, write_whole
+from ckpt.storage import Storage, write_whole
 from recovery.clock import Clock, SystemClock
 from recovery.errors import CheckpointFailed, CheckpointRejected, RetrySameDonor, TryOtherDonor
-from recovery.state.chunks import CHUNK_BYTES, copy_bytes
-from recovery.state.digest import chunk_digest
 from recovery.state.manifest import Manifest, PartSpec
 from recovery.types import PartClass
 
 logger = logging.getLogger(__name__)
-
-_TRIES = 3
-"""Reads of one piece of live memory: the guard closes a view at most once a boundary."""
-
-
-class ReadingPort(Protocol):
-    """Bytes that a source lends."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        """One-dimensional, uint8, contiguous."""
-
-    @property
-    def live(self) -> bool:
-        """Whether training may overwrite ``data`` at its next boundary."""
-
-
-class PartSource(Protocol):
-    """Where a checkpoint's bytes come from; ``recovery.snapshot.Lease`` is one."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the source holds, with every digest."""
-
-    def read(self, part: int, offset: int, num_bytes: int) -> ReadingPort:
-        """Return bytes of the manifest's part number ``part``."""
-
-    def acknowledge(self, part: int, chunk: int) -> None:
-        """A chunk was taken and will not be asked again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +161,7 @@ def _write_share(
         job.write_files(files, previous)
         storage.settle(folders)
         write_whole(storage, marker, content)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C: files without a manifest only fill the disk
         if begun:  # before, what stands there is somebody's checkpoint
             job.undo(marker)
         if isinstance(error, OSError | RetrySameDonor | TryOtherDonor):  # the storage, or a lease that ended
@@ -260,10 +227,6 @@ def _same_content(standing: CheckpointRecord, record: CheckpointRecord) -> bool:
     )
 
 
-class _GivenUp(Exception):
-    """This file is not finished because another one failed."""
-
-
 class _Job:
     """The files of one save, until they are all durable."""
 
@@ -289,8 +252,8 @@ class _Job:
                 return
             try:
                 self._write_file(file, source, index, have.get(file.content_digest), stop)
-            except BaseException:
-                stop.set()  # the save has failed: what the other thread still wrote would only be removed again
+            except BaseException:  # the save has failed: what the other thread still wrote would only be removed again
+                stop.set()
                 raise
 
         num_threads = num_transfers(self._storage)
@@ -298,11 +261,11 @@ class _Job:
             jobs = [pool.submit(work, file, *part) for file, part in zip(files, self._share.parts, strict=True)]
             try:
                 wait(jobs)
-            except BaseException:
-                stop.set()  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the save
+            except BaseException:  # Ctrl-C arrives in the waiting thread: it does not wait for the rest of the save
+                stop.set()
                 raise
         errors = [error for job in jobs if (error := job.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, _GivenUp)):
+        for error in sorted(errors, key=lambda error: isinstance(error, GivenUp)):
             raise error
 
     def _write_file(
@@ -322,7 +285,7 @@ class _Job:
             return
         handle = self._storage.create(path, file.num_bytes)
         try:
-            _PartWriting(handle, source, index).write(stop)
+            PartWriting(handle, source, index).write(stop)
             handle.commit()
         finally:
             handle.abort()
@@ -362,55 +325,3 @@ class _Job:
         except CheckpointRejected as error:
             logger.warning("an unchanged part is written anew, since its last copy is damaged: %s", error)
             return False
-
-
-class _PartWriting:
-    def __init__(self, handle: Writable, source: PartSource, index: int) -> None:
-        self._handle = handle
-        self._source = source
-        self._index = index
-        self._spec = source.manifest.parts[index]
-        self._algorithm = source.manifest.digest_algorithm
-        self._plan: FilePlan = plan_file(self._spec)
-        self._left = list(self._plan.pieces_of_chunk)
-
-    def write(self, stop: threading.Event) -> None:
-        """Append header and pieces, each piece after its digest was found right; end early if ``stop`` is set."""
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._handle.write(memoryview(self._plan.header))
-        for run in self._plan.runs:
-            if stop.is_set():
-                raise _GivenUp
-            if len(run.pieces) == 1:
-                data = self._checked(run.pieces[0], buffer[: run.num_bytes])
-            else:
-                data = buffer[: run.num_bytes]
-                start = 0
-                for piece in run.pieces:
-                    into = data[start : start + piece.num_bytes]
-                    found = self._checked(piece, into)
-                    if found.data_ptr() != into.data_ptr():
-                        copy_bytes(into, found)
-                    start += piece.num_bytes
-            self._handle.write(data.numpy().data)
-
-    def _checked(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a piece's bytes after their digest was found right: lent ones if they stand still, else a copy."""
-        for _ in range(_TRIES):
-            reading = self._source.read(self._index, piece.part_offset, piece.num_bytes)
-            data = reading.data
-            if reading.live:
-                # Hash what will be written, not what may be overwritten between hash and write.
-                data = buffer
-                copy_bytes(data, reading.data)
-            if chunk_digest(self._algorithm, data) == piece.digest:
-                self._left[piece.chunk] -= 1
-                if not self._left[piece.chunk]:
-                    self._source.acknowledge(self._index, piece.chunk)
-                return data
-            if not reading.live:
-                break
-        raise CheckpointFailed(
-            f"part {self._spec.name}, tensor {piece.path}: the memory differs from the snapshot's manifest; it was "
-            "written round the guard, or is damaged. Nothing was saved"
-        )

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt.catalog import Catalog, Step
+from ckpt.catalog import Catalog, Step, StepState
 from ckpt.layout import REPLICATED_FOLDER, is_manifest_name, step_folder, worker_folder
 from ckpt.storage import Storage
 from recovery.cli.ckpt_options import shares
@@ -20,6 +20,7 @@ class Finding(enum.Enum):
     """What became of a step; the value is what people read."""
 
     WHOLE = "every byte is right"
+    PRIVATE_ONLY = "every byte is right, but they are private parts only"
     DAMAGED = "damaged"
     BEING_WRITTEN = "being written"
     PRUNED = "pruned meanwhile"
@@ -49,6 +50,8 @@ def verify_step(catalog: Catalog, listed: Step, advance: Callable[[int], None]) 
         step = now
         damage, waiting = _problems(catalog, step, advance)
         if not damage and not waiting:
+            if step.state is StepState.PRIVATE:
+                return Verified(Finding.PRIVATE_ONLY, (step.reason,))
             return Verified(Finding.WHOLE)
         now = _look(catalog, step)
         if now is None or _gone(catalog.storage, step, now):
@@ -64,7 +67,7 @@ def _problems(catalog: Catalog, step: Step, advance: Callable[[int], None]) -> t
     """Return what is wrong, and what only lacks its manifest."""
     damage: list[str] = []
     waiting: list[str] = []
-    if not step.whole:
+    if not step.whole and step.state is not StepState.PRIVATE:
         (waiting if None in step.unfinished else damage).append(f"{step.state.value}: {step.reason}")
     for worker, reason in step.torn_workers.items():
         (waiting if worker in step.unfinished else damage).append(f"worker {worker}: {reason}")

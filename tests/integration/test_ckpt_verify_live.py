@@ -1,4 +1,4 @@
-"""``recovery ckpt verify`` while the run saves and deletes in the same folder: neither is damage."""
+"""``recovery ckpt verify`` while the run saves and deletes in the same folder, and of private parts alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import pytest
 from ckpt.catalog import Catalog, Step
 from ckpt.local import YOUNG_SECONDS, LocalStorage
 from ckpt.retention import Retention, RetentionPolicy, Verdict
+from ckpt.writer import write_checkpoint
 from recovery.cli import ckpt_verify
 from recovery.cli.main import run
+from recovery.errors import BadConfiguration
+from recovery.types import Version
 from tests.unit.ckpt.power import Quick
-from tests.unit.ckpt.states import RUN
+from tests.unit.ckpt.states import RUN, W1, private_values, replicated_values, source
 from tests.unit.ckpt.workers import Worker
 
 
@@ -111,3 +114,42 @@ def test_a_step_deleted_before_its_turn_is_named(
 
     monkeypatch.setattr(Catalog, "steps", steps)
     assert verify(capsys, storage, 0)["L1.k1"]["finding"] == "pruned"
+
+
+def test_private_parts_alone_are_called_so_and_what_to_do_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that does not save the replicated parts has a folder of its private ones: nothing of it is torn."""
+    saver, other = LocalStorage(tmp_path / "saver", Quick()), LocalStorage(tmp_path / "other", Quick())
+    write_checkpoint(saver, [source(1, of=replicated_values(1))])
+    write_checkpoint(other, [source(1, of=private_values(1), worker=W1)])
+    age(other.root / "step_1_1")
+    row = verify(capsys, other, 0)["L1.k1"]
+    assert (row["finding"], row["ok"]) == ("private_only", True)
+    assert "the private parts of w1 and no replicated ones" in row["problems"][0]
+    with pytest.raises(BadConfiguration, match=r"is private parts only .*recovery ckpt copy"):
+        Catalog(other, RUN).get(Version(1, 1))
+    # What it says helps.
+    assert run(["ckpt", "copy", str(saver.root), "L1.k1", str(other.root)]) == 0
+    assert verify(capsys, other, 0)["L1.k1"]["finding"] == "whole"
+
+
+def test_damage_in_private_parts_alone_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = LocalStorage(tmp_path, Quick())
+    write_checkpoint(storage, [source(1, of=private_values(1), worker=W1)])
+    age(tmp_path / "step_1_1")
+    path = tmp_path / "step_1_1" / "worker_w1" / "data.safetensors"
+    path.write_bytes(b"x" * path.stat().st_size)
+    row = verify(capsys, storage, 3)["L1.k1"]
+    assert row["finding"] == "damaged"
+    assert "torn" not in " ".join(row["problems"])
+
+
+def test_an_interrupted_save_of_replicated_parts_beside_private_ones_is_torn(
+    storage: LocalStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (storage.root / "step_1_3" / "manifest.pb").unlink()
+    age(storage.root / "step_1_3")
+    row = verify(capsys, storage, 3)["L1.k3"]
+    assert row["finding"] == "damaged"
+    assert row["problems"] == ["torn: it has no manifest"]
