@@ -102,6 +102,28 @@ def test_a_step_deleted_meanwhile_does_not_end_the_check(
     assert {rows["L1.k2"]["finding"], rows["L1.k3"]["finding"]} == {"whole"}
 
 
+def test_a_step_whose_deletion_has_begun_is_no_damage(
+    storage: LocalStorage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests go first; the rest of a large step may take a while, longer than a step counts as being written."""
+    before, folder = Catalog.look, storage.root / "step_1_1"
+    unlinked: list[Path] = []
+
+    def late(catalog: Catalog, step: Step) -> Any:
+        found = before(catalog, step.version)
+        if step.version.outer_step == 1 and not unlinked:
+            unlinked.extend(folder.rglob("manifest.pb"))
+            for path in unlinked:
+                path.unlink()
+            age(folder)
+        return found
+
+    monkeypatch.setattr(ckpt_verify, "_look", late)
+    assert verify(capsys, storage, 0)["L1.k1"]["finding"] == "pruned"
+    assert len(unlinked) == 2
+    assert list((folder / "replicated").iterdir())
+
+
 def test_a_step_deleted_before_its_turn_is_named(
     storage: LocalStorage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

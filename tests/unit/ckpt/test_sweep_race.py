@@ -57,6 +57,24 @@ def test_a_sweep_leaves_the_second_name_of_a_reused_part_alone(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "step_1_2").iterdir()] == ["part"]
 
 
+def test_a_part_that_is_replaced_while_it_gets_its_second_name_is_not_reused(tmp_path: Path) -> None:
+    """The new file was not verified by whoever asked, and its lock is not held."""
+
+    class Replaced(Quick):
+        replaced = 0
+
+        def link(self, source: str, target: str) -> None:
+            self.replaced += 1
+            write_whole(LocalStorage(tmp_path, Quick()), "step_1_1/part", b"another")
+            super().link(source, target)
+
+    write_whole(LocalStorage(tmp_path, Quick()), "step_1_1/part", b"content")
+    files = Replaced()
+    assert not LocalStorage(tmp_path, files).duplicate("step_1_1/part", "step_1_2/part")
+    assert files.replaced == 1
+    assert list((tmp_path / "step_1_2").iterdir()) == []
+
+
 def test_a_lock_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
