@@ -49,7 +49,7 @@ app.command()(export)
 def list_steps(url: Url, run: Run = "", storage_options: Options = "", as_json: Json = False) -> None:
     """List every step, newest first, and whether it is whole."""
     steps = Catalog(existing_at(url, storage_options), run_of(run)).steps()
-    table = Table("step", "state", "saved", "bytes", "saver", "private parts of", "why")
+    table = Table("step", "state", "run", "saved", "bytes", "saver", "private parts of", "why")
     output = Output(as_json=as_json)
     for step in steps:
         row = _plain(step)
@@ -58,6 +58,7 @@ def list_steps(url: Url, run: Run = "", storage_options: Options = "", as_json: 
         table.add_row(
             str(step.version),
             step.state.value,
+            str(row["run"] or ""),
             str(row["saved_at"] or ""),
             f"{step.num_bytes:,}",
             str(row["saver"] or ""),
@@ -71,7 +72,7 @@ def list_steps(url: Url, run: Run = "", storage_options: Options = "", as_json: 
 @app.command()
 def show(
     url: Url,
-    version: VersionText,
+    version: VersionText = "newest",
     run: Run = "",
     worker: Worker = "",
     storage_options: Options = "",

@@ -90,7 +90,10 @@ class History:
             self._path.mkdir(parents=True, exist_ok=True)
             lock = (self._path / "lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise BadConfiguration(f"state directory {self._path} is not usable: {error}") from error
+            raise BadConfiguration(
+                f"state directory {self._path} can be neither made nor written ({error.strerror}): "
+                "name a folder on a disk of this machine that this user may write"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -86,7 +86,8 @@ class SecurityConfig:
         if not self.uses_tls and not self.insecure and not is_loopback(host):
             raise BadConfiguration(
                 f"{what} {host} is not loopback and the channel would be plaintext: "
-                "give certificate, key and authority files, or allow it with --insecure"
+                "give a certificate and a key file with a token or an authority file (--certificate, --key, "
+                "--token-file, --authority), or allow it with --insecure"
             )
 
     def server_credentials(self) -> grpc.ServerCredentials | None:

@@ -133,6 +133,7 @@ class Agent:
         )
         self._started = False
         self._closed = False
+        self._travels = False
 
     # Life
 
@@ -240,6 +241,7 @@ class Agent:
 
         Raises:
             WorkerPoisoned: the state was written by a transfer and not verified.
+            UnsupportedLeaf: after the first inner step, a private part holds a value that has no exact form.
             RecoveryError: the coordinator ended this worker's part in the run.
         """
         context = self._context
@@ -257,6 +259,14 @@ class Agent:
             yield local.inner_step
             local.inner_step += 1
             self._reporter.inner_step_took(context.clock.monotonic() - began)
+            if not self._travels:
+                self._see_that_it_travels()
+
+    def _see_that_it_travels(self) -> None:
+        """Refuse now what optimizers hold since their first step and nobody could take over exactly."""
+        for name in self._context.state.private_copied_names:
+            self._context.state.read_part(name)
+        self._travels = True
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens that this worker trained on; summed over all workers at each commit."""

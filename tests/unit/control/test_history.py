@@ -175,7 +175,7 @@ def test_use_before_start_is_a_misuse(tmp_path: Path) -> None:
 
 def test_a_path_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(BadConfiguration, match="not usable"):
+    with pytest.raises(BadConfiguration, match=r"neither made nor written \(Not a directory\): name a folder"):
         History(tmp_path / "file" / "state").start()
 
 
