@@ -19,7 +19,7 @@ import fsspec
 from ckpt.layout import is_manifest_name, is_part_file_name
 from ckpt.local import LocalStorage
 from ckpt.storage import Entry, Pin, Readable, Storage, StorageError, Writable
-from ckpt.uploads import ObjectWritable, S3Writable, abandon, abandoned_uploads, is_s3
+from ckpt.uploads import ObjectWritable, S3Writable, abandon, abandoned_uploads, head, is_s3
 from recovery.clock import Clock, SystemClock
 from recovery.errors import BadConfiguration
 from recovery.types import MIB
@@ -176,7 +176,8 @@ class FsspecStorage:
         with _translated(f"looking at {full}"):
             self._fs.invalidate_cache()
             try:
-                info = self._fs.info(full)
+                # One request: fsspec's own look asks again whether an absent object is a folder.
+                info = head(self._fs, full) if is_s3(self._fs) else self._fs.info(full)
             except FileNotFoundError:
                 return None
         return None if info.get("type") == "directory" else int(info.get("size") or 0)

@@ -170,7 +170,7 @@ class S3Writable:
 
 
 def abandoned_uploads(fs: Any, folder: str, older_than: datetime.datetime) -> Iterator[tuple[str, str]]:
-    """Yield name and id of each upload directly in ``folder`` that was begun before that time and never ended.
+    """Yield name and id of each upload below ``folder`` that was begun before that time and never ended.
 
     A writer that was killed leaves them: they show in no listing and cost as much as what they hold.
     """
@@ -181,7 +181,7 @@ def abandoned_uploads(fs: Any, folder: str, older_than: datetime.datetime) -> It
         found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **more)
         for upload in found.get("Uploads", ()):
             name = upload["Key"].removeprefix(f"{prefix}/")
-            if "/" not in name and upload["Initiated"] < older_than:
+            if upload["Initiated"] < older_than:
                 yield name, upload["UploadId"]
         if not found.get("IsTruncated"):
             return
@@ -192,6 +192,16 @@ def abandon(fs: Any, path: str, upload_id: str) -> None:
     """Have the server forget an upload and its parts."""
     bucket, key, _ = fs.split_path(path)
     fs.abort_mpu(bucket, key, upload_id)
+
+
+def head(fs: Any, path: str) -> dict[str, object]:
+    """Return an S3 object's size as fsspec gives it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    bucket, key, _ = fs.split_path(path)
+    return {"size": fs.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"]}
 
 
 def is_s3(fs: Any) -> bool:
