@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from recovery.cli.connection import DEFAULT_ADDRESS, SECURITY_OPTIONS, JsonOption, security_from, with_options
 from recovery.cli.output import Output
@@ -178,7 +179,7 @@ class EventPrinter:
                 fields, name = to_json(event), type(event).__name__
                 self._output.show(
                     {"event": name, "at": at.isoformat(), "fields": json.loads(fields)},
-                    f"{at.isoformat(timespec='milliseconds')} {name} {fields}",
+                    Text(f"{at.isoformat(timespec='milliseconds')} {name} {fields}"),
                 )
         except OSError as error:
             # The reader is gone: the coordinator goes on without one.

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 PLAIN_WIDTH = 200
 """Columns of a table that goes to a file or a pipe: wide enough that nothing is folded."""
@@ -30,7 +31,8 @@ class Output:
             sys.stdout.write(json.dumps(value) + "\n")
         else:
             for part in text:
-                self._console.print(part)
+                # A line stays one line, however long: whoever searches a log finds all of it.
+                self._console.print(part, soft_wrap=isinstance(part, str | Text))
         # Whoever reads a pipe sees each line when it happens.
         sys.stdout.flush()
 
