@@ -194,7 +194,7 @@ def abandon(fs: Any, path: str, upload_id: str) -> None:
     fs.abort_mpu(bucket, key, upload_id)
 
 
-def head(fs: Any, path: str) -> dict[str, object]:
+def head(fs: Any, path: str) -> dict[str, Any]:
     """Return an S3 object's size as fsspec gives it.
 
     Raises:
