@@ -82,10 +82,15 @@ class ServedJoiner:
         )
         self._orders = self._listener.accept()
 
-    def start(self, *, private: bool) -> None:
-        """The joiner takes private parts, or outer ones, and when it has them it takes them again."""
+    @property
+    def pid(self) -> int:
+        """The joiner's process."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """The joiner takes private parts, then outer ones, then private ones again, until told to stop."""
         self._stop.clear()
-        self._private = private
+        self._private = True
         self._thread = threading.Thread(target=self._serve, name="bench-serve")
         self._thread.start()
 
@@ -115,9 +120,10 @@ class ServedJoiner:
             except RecoveryError:
                 continue  # overwritten meanwhile
             self._number += 1
+            private, self._private = self._private, not self._private
             order = {
                 "number": self._number,
-                "private": self._private,
+                "private": private,
                 "lineage": version.lineage,
                 "outer_step": version.outer_step,
                 "fingerprint": fingerprint.hex(),

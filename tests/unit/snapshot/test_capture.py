@@ -151,7 +151,7 @@ def test_the_next_capture_uses_touched_memory_again_as_long_as_anybody_reads() -
             return where
 
         first = capture("one")
-        assert until(lambda: vault._kept)
+        assert until(lambda: bool(vault._kept))
         assert vault._kept[-1].touched
         peak = vault.peak_bytes
         assert capture("two") == first
