@@ -17,6 +17,7 @@ from recovery.snapshot.private import PrivateSnapshot
 from recovery.snapshot.reports import Reports
 from recovery.snapshot.vault import Vault
 from recovery.state.digest import numerics_id
+from recovery.state.hashing import Hurry, at_leisure
 from recovery.state.live_part import LivePart, describe
 from recovery.state.manifest import Manifest
 from recovery.state.parts import WorkerState
@@ -70,7 +71,7 @@ class Maker:
         return OuterSnapshot(
             version,
             parts,
-            lambda these: self._describe(these, cut, layout_digest),
+            lambda these, hurry: self._describe(these, cut, layout_digest, hurry),
             self._vault,
             self._clock,
             self.book(cut),
@@ -124,7 +125,9 @@ class Maker:
             outline = self._outlines[name] = Outline(part, held(value))
         return outline.part
 
-    def _describe(self, parts: Sequence[LivePart], cut: Cut, layout_digest: bytes) -> Manifest:
+    def _describe(
+        self, parts: Sequence[LivePart], cut: Cut, layout_digest: bytes, hurry: Hurry = at_leisure
+    ) -> Manifest:
         return describe(
             parts,
             run_id=self._run_id,
@@ -133,4 +136,5 @@ class Maker:
             numerics_id=numerics_id(),
             layout_digest=layout_digest,
             algorithm=self._config.digest_algorithm,
+            hurry=hurry,
         )
