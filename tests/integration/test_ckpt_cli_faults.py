@@ -124,7 +124,7 @@ def test_a_bucket_without_credentials_names_the_remedy(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list"], ["show", "x"], ["nonsense"], ["verify", "x", "--frobnicate"], ["convert", "a", "b", "--to", "?"]],
+    [["list"], ["diff", "x"], ["nonsense"], ["verify", "x", "--frobnicate"], ["convert", "a", "b", "--to", "?"]],
 )
 def test_wrong_flags_are_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert run(["ckpt", *arguments]) == 2
