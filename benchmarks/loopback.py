@@ -218,7 +218,6 @@ class _Source:
             numerics_id=NumericsId("bench"),
             layout_digest=b"l" * 32,
             agreed_fingerprint=known,
-            hurry=lambda: True,  # a joiner waits
         )
 
     def lease_outer(self, version: Version, holder: str) -> _Lease:

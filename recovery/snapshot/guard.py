@@ -25,7 +25,6 @@ from recovery.snapshot.vault import Arena, Vault
 from recovery.state.chunks import chunk_ranges
 from recovery.state.compare import damaged_tensors
 from recovery.state.digest import chunk_digest
-from recovery.state.hashing import Hurry
 from recovery.state.live_part import LivePart
 from recovery.state.manifest import Manifest, encode
 from recovery.types import Version
@@ -54,7 +53,7 @@ class OuterSnapshot:
     Args:
         version: What the parts are.
         parts: Live references, read on the training thread.
-        digest: The digest pass over parts, live or frozen; told how to know that somebody waits for it.
+        digest: The digest pass over parts, live or frozen.
         book: Makes the version's leases, given the chunk counts of its parts and what to do when none is left.
     """
 
@@ -62,7 +61,7 @@ class OuterSnapshot:
         self,
         version: Version,
         parts: Sequence[LivePart],
-        digest: Callable[[Sequence[LivePart], Hurry], Manifest],
+        digest: Callable[[Sequence[LivePart]], Manifest],
         vault: Vault,
         clock: Clock,
         make_book: Callable[[Sequence[int], Callable[[], None]], LeaseBook],
@@ -93,7 +92,6 @@ class OuterSnapshot:
         self._manifest_bytes = b""
         self._failure: RecoveryError | None = None
         self._digested = threading.Event()
-        self._awaited = threading.Event()
         self.book = make_book([len(chunks) for chunks in self._chunks], self._emptied)
 
     @property
@@ -111,7 +109,7 @@ class OuterSnapshot:
     def run_digest(self) -> None:
         """The manifest is known, or why there is none. Runs on the digest thread, once."""
         try:
-            manifest = self._digest(self._parts, self._awaited.is_set)
+            manifest = self._digest(self._parts)
             if not self._open:
                 # Training may have written while the pass read: what it found counts for nothing.
                 manifest = self._digest_of_copies()
@@ -132,7 +130,7 @@ class OuterSnapshot:
         if not whole or arena is None:
             raise DonorBusy(f"{self.version} was overwritten before its digests were ready: ask for the newer version")
         frozen = [freeze(part, self._saved_part(arena, p)) for p, part in enumerate(self._parts)]
-        return self._digest(frozen, self._awaited.is_set)
+        return self._digest(frozen)
 
     def manifest(self, timeout_seconds: float) -> tuple[Manifest, bytes]:
         """Return the manifest and its encoding, waiting for the digest pass.
@@ -141,7 +139,6 @@ class OuterSnapshot:
             DonorBusy: not ready in time, or overwritten before the pass was through and nobody had it saved.
             RecoveryError: what the digest pass raised.
         """
-        self._awaited.set()
         if not self._digested.wait(timeout_seconds):
             raise DonorBusy(f"the digests of {self.version} are not ready after {timeout_seconds:g} s")
         if self._failure is not None:

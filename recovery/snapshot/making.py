@@ -17,7 +17,6 @@ from recovery.snapshot.private import PrivateSnapshot
 from recovery.snapshot.reports import Reports
 from recovery.snapshot.vault import Vault
 from recovery.state.digest import numerics_id
-from recovery.state.hashing import Hurry, at_leisure
 from recovery.state.live_part import LivePart, describe
 from recovery.state.manifest import Manifest
 from recovery.state.parts import WorkerState
@@ -71,7 +70,7 @@ class Maker:
         return OuterSnapshot(
             version,
             parts,
-            lambda these, hurry: self._describe(these, cut, layout_digest, hurry),
+            lambda these: self._describe(these, cut, layout_digest),
             self._vault,
             self._clock,
             self.book(cut),
@@ -125,9 +124,7 @@ class Maker:
             outline = self._outlines[name] = Outline(part, held(value))
         return outline.part
 
-    def _describe(
-        self, parts: Sequence[LivePart], cut: Cut, layout_digest: bytes, hurry: Hurry = at_leisure
-    ) -> Manifest:
+    def _describe(self, parts: Sequence[LivePart], cut: Cut, layout_digest: bytes) -> Manifest:
         return describe(
             parts,
             run_id=self._run_id,
@@ -136,5 +133,4 @@ class Maker:
             numerics_id=numerics_id(),
             layout_digest=layout_digest,
             algorithm=self._config.digest_algorithm,
-            hurry=hurry,
         )

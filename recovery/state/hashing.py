@@ -7,8 +7,7 @@ give the GIL away every few hundred steps: a training thread would otherwise wai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import blake3
@@ -49,31 +48,19 @@ class PartDigests(NamedTuple):
     tensors: list[bytes]
 
 
-Hurry = Callable[[], bool]
-"""Whether somebody waits for a digest pass, who should then have a second processor for it. Asked again and again."""
-
-
-def at_leisure() -> bool:
-    """Nobody waits."""
-    return False
-
-
-def digest_part(part_bytes: PartBytes, algorithm: DigestAlgorithm, hurry: Hurry = at_leisure) -> PartDigests:
+def digest_part(part_bytes: PartBytes, algorithm: DigestAlgorithm) -> PartDigests:
     """Return the digests of a part's chunks, and those of the tensors that share a chunk with others, in one pass."""
     run = _Pass(part_bytes)
-    run.over(algorithm, None, hurry)
+    run.over(algorithm, None)
     return PartDigests(run.chunks, run.tensors)
 
 
 def digest_part_and_blocks(
-    part_bytes: PartBytes,
-    algorithm: DigestAlgorithm,
-    block_algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
-    hurry: Hurry = at_leisure,
+    part_bytes: PartBytes, algorithm: DigestAlgorithm, block_algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
 ) -> tuple[PartDigests, list[bytes]]:
     """Return what ``digest_part`` and ``block_digests`` return, reading memory once instead of twice."""
     run = _Pass(part_bytes)
-    run.over(algorithm, block_algorithm, hurry)
+    run.over(algorithm, block_algorithm)
     return PartDigests(run.chunks, run.tensors), run.wholes
 
 
@@ -101,58 +88,28 @@ class _Pass:
         self.tensors = [b""] * part_bytes.num_tensors
         self.wholes = [blake3.blake3(b"").digest()] * part_bytes.num_tensors
         self._part_bytes = part_bytes
-        self._sizes = part_bytes.tensor_num_bytes
-        self._ranges = chunk_ranges(self._sizes)
-        self._blocks: list[list[bytes]] = [[] for _ in self._ranges]
-        """Of each chunk of a large tensor."""
+        self._blocks: list[bytes] = []
 
-    def over(
-        self, algorithm: DigestAlgorithm | None, block_algorithm: DigestAlgorithm | None, hurry: Hurry = at_leisure
-    ) -> None:
+    def over(self, algorithm: DigestAlgorithm | None, block_algorithm: DigestAlgorithm | None) -> None:
         """Fill ``chunks`` and ``tensors`` by ``algorithm`` and ``wholes`` by ``block_algorithm``; None: leave them."""
-        if algorithm is not None:
-            self.chunks = [b""] * len(self._ranges)
-        todo = iter(range(len(self._ranges)))  # shared: each chunk goes to whoever is free
-        with ThreadPoolExecutor(1, thread_name_prefix="recovery-digest") as pool:
-            helper: Future[None] | None = None
-            for number in todo:
-                if helper is None and hurry():
-                    helper = pool.submit(self._help, todo, algorithm, block_algorithm)
-                self._chunk(number, algorithm, block_algorithm)
-            if helper is not None:
-                helper.result()
-        if block_algorithm is not None:
-            self._join_blocks()
+        sizes = self._part_bytes.tensor_num_bytes
+        for offset, num_bytes in chunk_ranges(sizes):
+            raw = self._part_bytes.read(offset, num_bytes).numpy().data
+            if algorithm is not None:
+                self.chunks.append(HASHES[algorithm](raw))
+            inside = self._part_bytes.tensors_in(offset, num_bytes)
+            if sizes[inside[-1]] < CHUNK_BYTES:
+                self._small(raw, sizes, inside, algorithm, block_algorithm)
+            elif block_algorithm is not None:
+                index = inside[-1]  # those before it are empty
+                self._large(raw, index, block_algorithm)
+                if offset + num_bytes == sum(self._part_bytes.tensor_range(index)):
+                    self.wholes[index] = blake3.blake3(b"".join(self._blocks)).digest()
+                    self._blocks.clear()
 
-    def _help(
-        self, todo: Iterator[int], algorithm: DigestAlgorithm | None, block_algorithm: DigestAlgorithm | None
-    ) -> None:
-        for number in todo:
-            self._chunk(number, algorithm, block_algorithm)
-
-    def _chunk(self, number: int, algorithm: DigestAlgorithm | None, block_algorithm: DigestAlgorithm | None) -> None:
-        offset, num_bytes = self._ranges[number]
-        raw = self._part_bytes.read(offset, num_bytes).numpy().data
-        if algorithm is not None:
-            self.chunks[number] = HASHES[algorithm](raw)
-        inside = self._part_bytes.tensors_in(offset, num_bytes)
-        if self._sizes[inside[-1]] < CHUNK_BYTES:
-            self._small(raw, self._sizes, inside, algorithm, block_algorithm)
-        elif block_algorithm is not None:
-            digest = HASHES[block_algorithm]
-            self._blocks[number] = [digest(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
-
-    def _join_blocks(self) -> None:
-        """Fill ``wholes`` for the tensors that have chunks of their own."""
-        joined: list[bytes] = []
-        for (offset, num_bytes), blocks in zip(self._ranges, self._blocks, strict=True):
-            if not blocks:
-                continue
-            joined += blocks
-            index = self._part_bytes.tensors_in(offset, num_bytes)[-1]  # those before it are empty
-            if offset + num_bytes == sum(self._part_bytes.tensor_range(index)):
-                self.wholes[index] = blake3.blake3(b"".join(joined)).digest()
-                joined.clear()
+    def _large(self, raw: memoryview, index: int, algorithm: DigestAlgorithm) -> None:
+        digest = HASHES[algorithm]
+        self._blocks += [digest(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
 
     def _small(
         self,

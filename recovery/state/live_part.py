@@ -14,7 +14,6 @@ from recovery.errors import UnsupportedLeaf
 from recovery.state.chunks import PartBytes, chunk_ranges
 from recovery.state.destination import raw
 from recovery.state.digest import digest_part, digest_part_and_blocks, fingerprint
-from recovery.state.hashing import Hurry, at_leisure
 from recovery.state.leaf import Leaf
 from recovery.state.manifest import ChunkSpec, Manifest, PartSpec, TensorSpec, specs_of
 from recovery.state.tree import split
@@ -75,7 +74,6 @@ def describe(
     layout_digest: bytes,
     algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128,
     agreed_fingerprint: Fingerprint | None = None,
-    hurry: Hurry = at_leisure,
 ) -> Manifest:
     """Return the manifest of ``parts`` as their memory is now: the digest pass, which reads every byte once.
 
@@ -91,7 +89,6 @@ def describe(
         algorithm: Digest of chunks, and of the blocks of the fingerprint.
         agreed_fingerprint: What the worker's local ranks found together, where each holds only shards. None: it is
             computed from the replicated parts among ``parts``; empty if there is none.
-        hurry: Says when somebody waits for the manifest: from then on two threads hash.
 
     Raises:
         MisuseError: a replicated tensor is a shard of a larger one, and no fingerprint was given.
@@ -102,9 +99,9 @@ def describe(
     needed = {part.name for part in replicated} if agreed_fingerprint is None else set()
     for part in parts:
         if part.name in needed:
-            (chunks, tensors), blocks[part.name] = digest_part_and_blocks(part.bytes, algorithm, algorithm, hurry)
+            (chunks, tensors), blocks[part.name] = digest_part_and_blocks(part.bytes, algorithm, algorithm)
         else:
-            chunks, tensors = digest_part(part.bytes, algorithm, hurry)
+            chunks, tensors = digest_part(part.bytes, algorithm)
         ranges = chunk_ranges(part.bytes.tensor_num_bytes)
         described.append(
             PartSpec(

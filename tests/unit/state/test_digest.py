@@ -52,40 +52,6 @@ class TestChunkDigests:
         assert chunk_digest(BLAKE3, data) == blake3.blake3(raw).digest()
         assert chunk_digest(XXH3, data[:0]) == xxhash.xxh3_128(b"").digest()
 
-    def test_who_waits_has_two_threads_hash_and_gets_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        large = torch.randint(0, 256, (3 * CHUNK_BYTES + 5,), dtype=torch.uint8)
-        part = PartBytes([torch.randn(3), large, torch.empty(0), torch.randn(2, 3).t(), torch.randn(7), large.clone()])
-        alone = digest_part_and_blocks(part, XXH3, BLAKE3)
-        threads: set[int] = set()
-        both = threading.Barrier(2)  # neither thread can do all of it before the other has come
-        read = PartBytes.read
-
-        def noted(self: PartBytes, offset: int, num_bytes: int, out: torch.Tensor | None = None) -> torch.Tensor:
-            if threading.get_ident() not in threads:
-                threads.add(threading.get_ident())
-                both.wait(60)
-            return read(self, offset, num_bytes, out)
-
-        monkeypatch.setattr(PartBytes, "read", noted)
-        assert digest_part_and_blocks(part, XXH3, BLAKE3, hurry=lambda: True) == alone
-        assert len(threads) == 2
-
-    def test_what_fails_beside_fails_the_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        mine = threading.get_ident()
-        failed = threading.Event()
-        read = PartBytes.read
-
-        def failing(self: PartBytes, offset: int, num_bytes: int, out: torch.Tensor | None = None) -> torch.Tensor:
-            if threading.get_ident() != mine:
-                failed.set()
-                raise MisuseError("unreadable")
-            failed.wait(60)
-            return read(self, offset, num_bytes, out)
-
-        monkeypatch.setattr(PartBytes, "read", failing)
-        with pytest.raises(MisuseError, match="unreadable"):
-            digest_part(PartBytes([torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8)]), XXH3, hurry=lambda: True)
-
     @pytest.mark.parametrize("algorithm", [XXH3, BLAKE3])
     def test_one_a_chunk_and_one_a_tensor_that_shares(self, algorithm: DigestAlgorithm) -> None:
         large = torch.randint(0, 256, (CHUNK_BYTES + 5,), dtype=torch.uint8)
