@@ -1,5 +1,5 @@
-"""The thread that keeps house: ends leases of the silent, copies ahead what will not be sent in time, and lets memory go
-once nobody joins any more."""
+"""The thread that keeps house: ends leases of the silent, copies ahead what will not be sent in time, and lets memory
+go once nobody joins any more."""
 
 from __future__ import annotations
 
