@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import grpc
 
 from recovery.control.security import SecurityConfig, TokenOnEveryCall
 from recovery.types import MIB, Address
+
+# A forked child must not collect what its parent let go of: gRPC's destructors spin there, for threads that it lacks.
+os.register_at_fork(after_in_child=gc.freeze)
 
 MAX_MESSAGE_BYTES = 2 * MIB
 """No message of this project is longer: larger things come in pieces. A longer one ends its call, not the process."""

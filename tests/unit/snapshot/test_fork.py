@@ -7,6 +7,8 @@ grpc/grpc#18075.
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recovery.control import channel
 from recovery.types import PartClass
 from tests.unit.snapshot.reader import Reader, Temper, until
 from tests.unit.snapshot.trainee import FIRST, Trainee
@@ -69,3 +72,18 @@ def test_forked_loader_workers_beside_a_serving_worker(loader_first: bool) -> No
         version = version.next()
     assert until(lambda: snapshots.vault.used_bytes == 0)
     snapshots.close()
+
+
+def test_a_forked_child_collects_nothing_that_its_parent_let_go_of() -> None:
+    """gRPC's destructors spin in a child for ever: a loader's worker stood in its first collection."""
+    assert channel.MAX_MESSAGE_BYTES  # whoever speaks gRPC imports it
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(gc.get_freeze_count()).encode())
+        os._exit(0)
+    os.close(write)
+    assert int(os.read(read, 32)) > 1000
+    os.close(read)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.get_freeze_count() < 1000, "the parent goes on collecting"
