@@ -29,7 +29,8 @@ class Fault:
     """``strike`` does it; ``proof`` is called after the transfer and fails unless the victim saw it."""
 
     strike: Callable[[Wan, Victim], None]
-    proof: Callable[[Wan, Victim], None]
+    proof: Callable[[Wan, Victim, int], None]
+    """Given how many conversations the victim had ended before the transfer, if it is a donor."""
 
 
 def _kill(wan: Wan, victim: Victim) -> None:
@@ -37,8 +38,8 @@ def _kill(wan: Wan, victim: Victim) -> None:
     victim.child.kill()
 
 
-def _was_killed(wan: Wan, victim: Victim) -> None:
-    del wan
+def _was_killed(wan: Wan, victim: Victim, ended_before: int) -> None:
+    del wan, ended_before
     assert victim.child.wait() == -9
 
 
@@ -47,19 +48,21 @@ def _freeze(wan: Wan, victim: Victim) -> None:
     victim.child.freeze()  # returns when the kernel shows it stopped
 
 
-def _was_frozen(wan: Wan, victim: Victim) -> None:
+def _was_frozen(wan: Wan, victim: Victim, ended_before: int) -> None:
     del wan
     victim.child.thaw()
     if isinstance(victim, DonorProcess):
         # Waits for the end of the conversation, which broke while it was frozen.
-        assert ended(victim, len(victim.results()) or 1)[-1]["error"]
+        assert ended(victim, ended_before + 1)[-1]["error"]
 
 
 def _cut(wan: Wan, victim: Victim) -> None:
     wan.cut(victim.host)
 
 
-def _was_cut(wan: Wan, victim: Victim) -> None:
+def _was_cut(wan: Wan, victim: Victim, ended_before: int) -> None:
+    del ended_before
+
     def dropped() -> bool:
         link = wan.stats().hosts[victim.host]
         return link.up.drop_cut + link.down.drop_cut > 0
@@ -73,7 +76,8 @@ def _throttle(wan: Wan, victim: Victim) -> None:
     wan.set(victim.host, up="1kbit")
 
 
-def _was_throttled(wan: Wan, victim: Victim) -> None:
+def _was_throttled(wan: Wan, victim: Victim, ended_before: int) -> None:
+    del ended_before
     assert wan.stats().hosts[victim.host].up.queued_packets > 0
 
 
@@ -181,7 +185,7 @@ class Scene:
         self._strike(fault, joiner, donors)
         for donor, count in zip(donors, before, strict=True):
             assert ended(donor, count + 1)[-1]["error"], "the donor noticed"
-        fault.proof(self.wan, joiner)
+        fault.proof(self.wan, joiner, 0)
         failed = None
         if name == "killed":
             joiner = self._site.joiner("j", congestion_control="bbr", spool=str(spool)).ready()
@@ -207,17 +211,18 @@ class Scene:
             bystander.child.thaw()
             assert bystander.results() is not None, "it lives"
         else:
-            fault.proof(self.wan, bystander)
+            fault.proof(self.wan, bystander, 0)
         self._bury(name, bystander)
         return result
 
     def _struck(self, name: str, moment: float, donors: list[DonorProcess]) -> Result:
         fault, joiner = FAULTS[name], self.joiner()
+        before = len(donors[0].results())
         joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
         self._strike(fault, donors[0], donors)
         result = joiner.result()
-        fault.proof(self.wan, donors[0])
+        fault.proof(self.wan, donors[0], before)
         self._bury(name, donors[0])
         return result
 
