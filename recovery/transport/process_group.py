@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from recovery.errors import BadConfiguration, DonorLost, MisuseError, PeerUnreachable
-from recovery.transport.congestion import PathWatch
 from recovery.transport.link import MAX_LANES, Transfer, check_message
 from recovery.transport.rendezvous_store import ControlStore
 from recovery.transport.sockets import Endpoint, SocketSet, endpoint, endpoint_text, find_new_listener
@@ -197,10 +196,9 @@ def open_group(
 class GlooLink:
     """One end of a link: a two-rank gloo group for each lane, on one listener. Made by ``open_gloo_link``."""
 
-    def __init__(self, handle: GroupHandle, lanes: int, watch: PathWatch | None = None) -> None:
+    def __init__(self, handle: GroupHandle, lanes: int) -> None:
         self._handle = handle
         self._lanes = lanes
-        self._watch = watch
         self._lock = threading.Lock()
         self._posted: dict[int, torch.Tensor] = {}
         """Whose memory gloo may touch: held here alone, and let go when the wait has ended or the link is closed."""
@@ -242,9 +240,6 @@ class GlooLink:
         return sorted(f"{endpoint_text(local)}>{endpoint_text(remote)}" for local, remote in self._handle.sockets.pairs)
 
     def bytes_moved(self) -> int:
-        # Asked a few times a second by whoever watches over the link: the moment to look at its path, too.
-        if self._watch is not None:
-            self._watch.look()
         sockets = self._handle.sockets
         return sockets.bytes_acknowledged() if self._handle.rank == DONOR_RANK else sockets.bytes_received()
 
@@ -328,8 +323,7 @@ def open_gloo_link(
         host: Address of the interface to bind and advertise.
         lanes: Number of sockets, 1 to ``MAX_LANES``; the same at both ends.
         timeout_seconds: Longest wait for the other end.
-        congestion_control: Asked for on sockets to other machines, where the kernel permits, once their path is seen to
-            lose packets at random; None: the system's stays.
+        congestion_control: Asked for on sockets to other machines where the kernel permits; None: the system's.
         cancelled: Ends the wait for the other end when set.
 
     Raises:
@@ -345,10 +339,10 @@ def open_gloo_link(
         raise
     if _is_local(handle.sockets):
         handle.sockets.bound_buffers(send_bytes=_LOCAL_SEND_BYTES, receive_bytes=_LOCAL_RECEIVE_BYTES)
-        return GlooLink(handle, lanes)
-    if congestion_control is None or rank != DONOR_RANK:  # the path's losses show where it is sent from
-        return GlooLink(handle, lanes)
-    return GlooLink(handle, lanes, PathWatch(handle.sockets, congestion_control))
+    elif congestion_control is not None:
+        in_force = handle.sockets.choose_congestion_control(congestion_control)
+        logger.info("link %s: %d sockets, congestion control %s", scope, lanes, in_force)
+    return GlooLink(handle, lanes)
 
 
 def _lent(data: torch.Tensor) -> torch.Tensor:

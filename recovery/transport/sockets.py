@@ -15,7 +15,6 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from recovery.errors import PeerUnreachable
@@ -27,17 +26,14 @@ _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 # Offsets into struct tcp_info of Linux, stable since 4.6:
-# u8 tcpi_retransmits and tcpi_probes of what is unanswered now, u32 tcpi_rtt in microseconds, u32 tcpi_total_retrans,
-# u64 tcpi_bytes_acked, u64 tcpi_bytes_received, u32 tcpi_min_rtt in microseconds, u32 tcpi_data_segs_out.
+# u8 tcpi_retransmits and tcpi_probes of what is unanswered now, u32 tcpi_rtt in microseconds,
+# u64 tcpi_bytes_acked, u64 tcpi_bytes_received.
 _RETRANSMITS_OFFSET = 2
 _PROBES_OFFSET = 3
 _RTT_OFFSET = 68
-_TOTAL_RETRANSMITS_OFFSET = 100
 _BYTES_ACKED_OFFSET = 120
 _BYTES_RECEIVED_OFFSET = 128
-_MIN_RTT_OFFSET = 148
-_DATA_SEGMENTS_OFFSET = 156
-_TCP_INFO_BYTES = 160
+_TCP_INFO_BYTES = 136
 _DRAINED_BYTES = 1 << 20
 _LARGEST_SEND_BUFFER = Path("/proc/sys/net/core/wmem_max")
 _LARGEST_RECEIVE_BUFFER = Path("/proc/sys/net/core/rmem_max")
@@ -134,16 +130,6 @@ def find_new_listener(open_it: Callable[[], object], attempts: int = 5) -> tuple
             return opened, new.pop()
         del opened
     raise PeerUnreachable("the data listener cannot be told from others that this process keeps opening; try again")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PathState:
-    """What the system knows of the way that several sockets share: counts since they were opened, and seconds."""
-
-    segments_sent: int
-    segments_lost: int
-    round_trip_seconds: float
-    least_round_trip_seconds: float
 
 
 class SocketSet:
@@ -276,22 +262,6 @@ class SocketSet:
         """Return the median smoothed round trip of the sockets; None where the system does not say."""
         trips = sorted(struct.unpack_from("=I", info, _RTT_OFFSET)[0] for info in self._infos())
         return trips[len(trips) // 2] / 1e6 if trips else None
-
-    def path_state(self) -> PathState | None:
-        """Return what all sockets together have seen of their path; None where the system does not say."""
-        infos = self._infos()
-        if not infos:
-            return None
-
-        def values(offset: int) -> list[int]:
-            return sorted(struct.unpack_from("=I", info, offset)[0] for info in infos)
-
-        return PathState(
-            segments_sent=sum(values(_DATA_SEGMENTS_OFFSET)),
-            segments_lost=sum(values(_TOTAL_RETRANSMITS_OFFSET)),
-            round_trip_seconds=values(_RTT_OFFSET)[len(infos) // 2] / 1e6,
-            least_round_trip_seconds=values(_MIN_RTT_OFFSET)[0] / 1e6,
-        )
 
     def _infos(self) -> list[bytes]:
         if sys.platform != "linux":

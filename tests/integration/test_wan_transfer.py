@@ -63,7 +63,7 @@ def test_a_far_and_lossy_donor_brings_every_byte(scene: Scene, congestion_contro
     again_bytes = result.payload_bytes - STATE_BYTES
     assert result.total_bytes == STATE_BYTES
     assert 0 <= again_bytes <= most_again_bytes(STATE_BYTES, PlannerConfig())
-    assert result.lanes == (32 if congestion_control else 64)
+    assert result.lanes == (16 if congestion_control else 64)
     assert scene.wan.stats().hosts["d0"].up.drop_loss > 0, "the link lost packets"
 
 

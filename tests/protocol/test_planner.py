@@ -216,7 +216,7 @@ def test_each_donor_overtakes_one_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round_trip", "bbr", "lanes"), [(None, True, 1), (0.0001, False, 1), (0.08, True, 32), (0.08, False, 64)]
+    ("round_trip", "bbr", "lanes"), [(None, True, 1), (0.0001, False, 1), (0.08, True, 16), (0.08, False, 64)]
 )
 def test_lanes_suit_the_path(round_trip: float | None, bbr: bool, lanes: int) -> None:
     assert choose_lanes(round_trip, bbr=bbr) == lanes
