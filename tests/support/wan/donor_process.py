@@ -6,7 +6,6 @@ Prints address and fingerprint as JSON once it can be dialled. Orders on standar
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import threading
@@ -31,7 +30,8 @@ def serve(plan: dict[str, Any]) -> None:
     snapshots = MemorySnapshots(plan["name"], outer_state(plan["state_bytes"], plan.get("seed", 1)))
     limiter = RateLimiter(plan.get("bytes_per_second", 0))
     config = DonorConfig(data_host=plan["host"], progress_seconds=plan.get("progress_seconds", 10.0))
-    numbers = itertools.count(1)
+    begun = 0
+    counting = threading.Lock()
     results: list[DonorResult] = []
 
     def open_link(store: KeyValue, scope: str, host: str, lanes: int, cancelled: threading.Event) -> GlooLink:
@@ -47,10 +47,14 @@ def serve(plan: dict[str, Any]) -> None:
         )
 
     def on_conversation(conversation: DonorConversation) -> None:
+        nonlocal begun
+        with counting:
+            begun += 1
+            number = begun
         session = DonorSession(
             conversation,
             snapshots,
-            scope=f"conversation/{plan['name']}/{next(numbers)}",
+            scope=f"conversation/{plan['name']}/{number}",
             config=config,
             admit=lambda letter: None,
             open_link=open_link,
@@ -69,6 +73,8 @@ def serve(plan: dict[str, Any]) -> None:
                 case ["results"]:
                     ended = [{"sent": each.sent_bytes, "error": str(each.error or "")} for each in results]
                     print(json.dumps(ended), flush=True)
+                case ["busy"]:
+                    print(f"busy {begun - len(results)}", flush=True)
                 case other:
                     raise ValueError(f"an order {other}")
 

@@ -138,7 +138,10 @@ class Scene:
                 self._donors[key] = self._site.donor(
                     key[0], size, congestion_control=congestion_control, progress_seconds=PROGRESS_SECONDS
                 )
-        return [self._donors[key].ready() for key in keys]
+        donors = [self._donors[key].ready() for key in keys]
+        for donor in donors:
+            wait_until(donor.is_idle, what=f"the end of {donor.host}'s earlier conversations")
+        return donors
 
     def joiner(self, *, congestion_control: str | None = "bbr") -> JoinerProcess:
         """Return a joiner that takes orders."""
@@ -180,15 +183,18 @@ class Scene:
         before = [len(donor.results()) for donor in donors]
         fault = FAULTS[name]
         joiner = self._site.joiner("j", congestion_control="bbr", spool=str(spool)).ready()
-        joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
+        joiner.begin(donors, marks=(moment,), stands=True, progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
         self._strike(fault, joiner, donors)
+        if name != "killed":
+            joiner.go_on()
         for donor, count in zip(donors, before, strict=True):
             assert ended(donor, count + 1)[-1]["error"], "the donor noticed"
         fault.proof(self.wan, joiner, 0)
         failed = None
         if name == "killed":
             joiner = self._site.joiner("j", congestion_control="bbr", spool=str(spool)).ready()
+            wait_until(lambda: not self._queued_packets(), what="the end of what the donors' uplinks still carried")
         else:
             failed = joiner.result()
             self.wan.heal("all")
@@ -199,9 +205,10 @@ class Scene:
         """Let a fault strike a worker that has no part in the transfer; return the transfer's end."""
         *donors, bystander = self.donors()
         fault, joiner = FAULTS[name], self.joiner()
-        joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
+        joiner.begin(donors, marks=(moment,), stands=True, progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
         self._strike(fault, bystander, donors)
+        joiner.go_on()
         if name == "cut":
             knock = f"import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ({self.wan.address('j')!r}, 9))"
             with ChildProcess(["-c", knock], prefix=self.wan.prefix(bystander.host)) as knocking:
@@ -218,16 +225,17 @@ class Scene:
     def _struck(self, name: str, moment: float, donors: list[DonorProcess]) -> Result:
         fault, joiner = FAULTS[name], self.joiner()
         before = len(donors[0].results())
-        joiner.begin(donors, marks=(moment,), progress_seconds=PROGRESS_SECONDS)
+        joiner.begin(donors, marks=(moment,), stands=True, progress_seconds=PROGRESS_SECONDS)
         joiner.reached(moment)
         self._strike(fault, donors[0], donors)
+        joiner.go_on()
         result = joiner.result()
         fault.proof(self.wan, donors[0], before)
         self._bury(name, donors[0])
         return result
 
     def _strike(self, fault: Fault, victim: Victim, donors: list[DonorProcess]) -> None:
-        """Strike while the donors are held back, so that the transfer does not end before."""
+        """Strike while the transfer stands, with next to nothing coming: it is in its middle for donor and joiner."""
         for donor in donors:
             self.wan.set(donor.host, up=_HELD)
         fault.strike(self.wan, victim)
@@ -238,6 +246,10 @@ class Scene:
     def _bury(self, name: str, donor: DonorProcess) -> None:
         if name == "killed":
             del self._donors[donor.host, "bbr", self.state_bytes]
+
+    def _queued_packets(self) -> int:
+        hosts = self.wan.stats().hosts
+        return sum(hosts[host].up.queued_packets for host in DONORS)
 
     def moved_bytes(self) -> int:
         """Return what left the donors' uplinks since the last reset, headers and repetitions included."""

@@ -42,13 +42,14 @@ _LOOK_SECONDS = 0.1
 
 
 class MarkingLedger(ChunkLedger):
-    """Says when a part of the bytes is verified."""
+    """Says when a part of the bytes is verified, and waits for leave to go on if it ``stands``."""
 
     def __init__(self, total_bytes: int) -> None:
         super().__init__()
         self._total_bytes = total_bytes
         self._seen_bytes = 0
         self.marks: list[float] = []
+        self.stands = False
 
     def add(self, name: ChunkName) -> None:
         if name not in self:
@@ -56,6 +57,8 @@ class MarkingLedger(ChunkLedger):
         super().add(name)
         while self.marks and self._seen_bytes >= self.marks[0] * self._total_bytes:
             print(f"mark {self.marks.pop(0)}", flush=True)
+            if self.stands:
+                assert sys.stdin.readline() == "go on\n"
 
 
 class Watch:
@@ -102,6 +105,7 @@ class Joiner:
             self._state = outer_state(self._state_bytes, self._plan.get("seed", 1), fill=False)
             self._ledger = MarkingLedger(self._state_bytes)
         self._ledger.marks = list(order["marks"])
+        self._ledger.stands = order["stands"]
         self._links.clear()
         self._connected_at = 0.0
         config = dict(order["config"])
@@ -210,7 +214,7 @@ def main() -> None:
     torch.set_num_threads(1)
     joiner = Joiner(json.loads(sys.argv[1]))
     print("ready", flush=True)
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         print(json.dumps(joiner.attempt(json.loads(line))), flush=True)
 
 

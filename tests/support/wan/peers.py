@@ -72,6 +72,11 @@ class DonorProcess:
         found: list[dict[str, Any]] = json.loads(self.child.line("["))
         return found
 
+    def is_idle(self) -> bool:
+        """Return whether every conversation that it began is over."""
+        self.child.tell("busy")
+        return self.child.line("busy") == "busy 0"
+
 
 class JoinerProcess:
     """A joiner in a host; keeps destinations and ledger over its attempts unless told to begin afresh."""
@@ -92,13 +97,20 @@ class JoinerProcess:
         return self
 
     def begin(
-        self, donors: list[DonorProcess], *, marks: tuple[float, ...] = (), fresh: bool = True, **config: Any
+        self,
+        donors: list[DonorProcess],
+        *,
+        marks: tuple[float, ...] = (),
+        stands: bool = False,
+        fresh: bool = True,
+        **config: Any,
     ) -> None:
         """Start an attempt.
 
         Args:
             donors: Whom the ticket names.
             marks: Fractions of the bytes that ``reached`` can wait for.
+            stands: At each mark the transfer stands until ``go_on``: it cannot end before.
             fresh: Forget what earlier attempts brought.
             config: Fields of ``JoinerConfig``; ``planner`` as a mapping.
         """
@@ -109,6 +121,7 @@ class JoinerProcess:
             "fingerprint": donors[0].ready().fingerprint,
             "donors": [{"name": donor.host, "address": donor.ready().address} for donor in donors],
             "marks": self._marks,
+            "stands": stands,
             "fresh": fresh,
             "state_bytes": donors[0].state_bytes,
             "config": config,
@@ -119,6 +132,10 @@ class JoinerProcess:
         """Return once so large a part of the bytes is verified."""
         assert mark in self._marks
         self.child.line(f"mark {mark}", timeout_seconds)
+
+    def go_on(self) -> None:
+        """Let a transfer that stands at a mark go on."""
+        self.child.tell("go on")
 
     def result(self, timeout_seconds: float = 110.0) -> Result:
         """Return how the attempt ended."""
